@@ -1,0 +1,79 @@
+"""What a cost model is: the latency of one iteration of one instance, in a form the simulators can compile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.cost.kernel import iteration_s
+from planner.specs.layout import Layout
+
+
+class BatchShape(NamedTuple):
+    """One iteration, as the sums that its cost depends on (defined in `cost.kernel`)."""
+
+    prefills: int = 0
+    tokens: int = 0
+    attended: float = 0.0
+    decodes: int = 0
+    context: int = 0
+
+    @classmethod
+    def prefill(cls, new_tokens: int, batch: int = 1, cached_tokens: int = 0) -> BatchShape:
+        """Return the shape of `batch` equal prompts of `new_tokens` each over a cached prefix."""
+        attended = float(new_tokens) ** 2 + 2.0 * new_tokens * cached_tokens
+        return cls(prefills=batch, tokens=batch * new_tokens, attended=batch * attended)
+
+    @classmethod
+    def decode(cls, batch: int, context_tokens: int) -> BatchShape:
+        """Return the shape of a decode step over `context_tokens` KV tokens in all."""
+        return cls(decodes=batch, context=context_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TermError:
+    """Held-out relative error of one phase: settings left out one at a time, never repeats."""
+
+    median: float
+    p95: float
+    worst: float
+    settings: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Latency of one instance at one layout.
+
+    `parameters` is the vector that `cost.kernel.iteration_s` takes (whole model). A pipeline stage s takes
+    `stage_share[s]` of it, plus the hand-off of its activations to the next stage.
+    """
+
+    layout: Layout
+    parameters: np.ndarray
+    stage_share: tuple[float, ...] = (1.0,)
+    handoff_s: float = 0.0
+    handoff_s_per_token: float = 0.0
+    family: str = "linear"
+    unprofiled: bool = False
+    """True when no measurement stands behind it (a roofline out of data-sheet figures)."""
+    from_physics: tuple[str, ...] = ()
+    """Terms that the data could not identify and physics supplied, with the reason."""
+    prefill_error: TermError | None = None
+    decode_error: TermError | None = None
+    measured_tokens: tuple[int, int] = (0, 0)
+    """Smallest and largest prompt that was measured; outside, the prediction is an extrapolation."""
+    notes: tuple[str, ...] = field(default=())
+
+    def iteration_s(self, shape: BatchShape) -> float:
+        """Return the time [s] of one iteration through all stages, hand-offs included."""
+        tokens = shape.tokens + shape.decodes
+        return float(sum(self.stages_s(shape))) if tokens else 0.0
+
+    def stages_s(self, shape: BatchShape) -> list[float]:
+        """Return the time [s] that each pipeline stage is busy with the iteration."""
+        whole = float(iteration_s(self.parameters, *shape))
+        handoff = self.handoff_s + self.handoff_s_per_token * (shape.tokens + shape.decodes)
+        last = len(self.stage_share) - 1
+        return [share * whole + (handoff if s < last else 0.0) for s, share in enumerate(self.stage_share)]

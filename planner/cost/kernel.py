@@ -1,0 +1,93 @@
+"""The laws of one iteration, compiled. Every cost model ends up as one vector of numbers for `iteration_s`.
+
+The simulators call this once per step, tens of millions of times per plan; therefore no objects here. A family is
+a number in `p[FAMILY]` and a law below. To add one: a constant, a law, and a branch in `iteration_s`.
+
+The shape of an iteration is five sums over its requests (n new tokens and k cached tokens of each):
+    prefills    requests that prefill                decodes   requests that decode one token each
+    tokens      sum of n                             context   sum of the decoding requests' KV tokens
+    attended    sum of n^2 + 2 n k   (twice the query-key pairs of causal attention)
+"""
+
+from __future__ import annotations
+
+from math import exp, log
+
+from numba import njit
+
+FAMILY = 0
+LINEAR, ROOFLINE = 0, 1
+
+# LINEAR: p[1:4] prefill a, b, c; p[4:7] decode a, b, c below the threshold; p[7:10] from it on; p[10] threshold.
+# ROOFLINE: see `_roofline_s`.
+SIZE = 20
+
+
+@njit(cache=True, inline="always")
+def _linear_prefill_s(p, tokens, attended):
+    """a + b sum(n) + c sum(n^2 + 2nk)  [s]   (DistServe, OSDI '24, appendix A; the 2nk is our cached prefix)."""
+    return p[1] + p[2] * tokens + p[3] * attended
+
+
+@njit(cache=True, inline="always")
+def _linear_decode_s(p, decodes, context):
+    """a + b B + c sum(k)  [s], in two regimes of the batch size B (DistServe's artifact)."""
+    at = 4 if decodes < p[10] else 7
+    return p[at] + p[at + 1] * decodes + p[at + 2] * context
+
+
+@njit(cache=True)
+def _linear_s(p, tokens, attended, decodes, context):
+    """A mixed step runs its prefill tokens and its decode tokens through the same matrices once.
+
+    So it costs the prefill law with the decode tokens counted in, plus their KV reads; and never less than the
+    decode step alone. Our own extension: the published fits know no mixed steps (SARATHI, arXiv 2308.16369, sec. 4.2).
+    """
+    if tokens <= 0:
+        return _linear_decode_s(p, decodes, context)
+    if decodes <= 0:
+        return _linear_prefill_s(p, tokens, attended)
+    reads = p[6 if decodes < p[10] else 9] * context
+    mixed = _linear_prefill_s(p, tokens + decodes, attended) + reads
+    return max(mixed, _linear_decode_s(p, decodes, context))
+
+
+@njit(cache=True)
+def _soft_max(x, y, sharpness):
+    """(x^q + y^q)^(1/q): near max(x, y), smooth where both matter."""
+    big = max(x, y)
+    small = min(x, y)
+    if small <= 0.0:
+        return big
+    return big * (1.0 + exp(sharpness * (log(small) - log(big)))) ** (1.0 / sharpness)
+
+
+@njit(cache=True)
+def _roofline_s(p, prefills, tokens, attended, decodes, context):
+    """overhead + softmax_q(compute, memory) + collectives  [s].
+
+    p[1] overhead of a step with prefill [s]  p[2] of a decode-only step [s]      p[3] q, the sharpness of the knee
+    p[4] s per token through the matrices     p[5] s per unit of `attended`       p[6] s per sequence (LM head, sampling)
+    p[7] s to stream the shared weights       p[8] s to stream all experts        p[9] share of experts one token wakes
+    p[10] s to read one KV token              p[11] s of collectives per step     p[12] s of collectives per token
+
+    Experts: of E with k per token, T tokens touch 1 - (1 - k/E)^T of them, so decode moves from active to total
+    weights as the batch grows.
+    """
+    all_tokens = tokens + decodes
+    experts = p[8] * (1.0 - (1.0 - p[9]) ** all_tokens) if p[8] > 0.0 else 0.0
+    compute = p[4] * all_tokens + p[5] * attended + p[6] * (prefills + decodes)
+    # a prefill reads back the KV it attends to as well, but tile by tile: that is inside p[5]
+    memory = p[7] + experts + p[10] * context
+    overhead = p[1] if tokens > 0 else p[2]
+    return overhead + _soft_max(compute, memory, p[3]) + p[11] + p[12] * all_tokens
+
+
+@njit(cache=True)
+def iteration_s(p, prefills, tokens, attended, decodes, context):
+    """Return the time [s] of one iteration of the whole model (all pipeline stages, without hand-offs)."""
+    if tokens <= 0 and decodes <= 0:
+        return 0.0
+    if p[FAMILY] == LINEAR:
+        return _linear_s(p, tokens, attended, decodes, context)
+    return _roofline_s(p, prefills, tokens, attended, decodes, context)
