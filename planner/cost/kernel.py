@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from math import exp, log
 
-from numba import njit
+from planner.compiled import compiled
 
 FAMILY = 0
 LINEAR, ROOFLINE = 0, 1
@@ -23,20 +23,20 @@ LINEAR, ROOFLINE = 0, 1
 SIZE = 20
 
 
-@njit(cache=True, inline="always")
+@compiled
 def _linear_prefill_s(p, tokens, attended):
     """a + b sum(n) + c sum(n^2 + 2nk)  [s]   (DistServe, OSDI '24, appendix A; the 2nk is our cached prefix)."""
     return p[1] + p[2] * tokens + p[3] * attended
 
 
-@njit(cache=True, inline="always")
+@compiled
 def _linear_decode_s(p, decodes, context):
     """a + b B + c sum(k)  [s], in two regimes of the batch size B (DistServe's artifact)."""
     at = 4 if decodes < p[10] else 7
     return p[at] + p[at + 1] * decodes + p[at + 2] * context
 
 
-@njit(cache=True)
+@compiled
 def _linear_s(p, tokens, attended, decodes, context):
     """A mixed step runs its prefill tokens and its decode tokens through the same matrices once.
 
@@ -52,7 +52,7 @@ def _linear_s(p, tokens, attended, decodes, context):
     return max(mixed, _linear_decode_s(p, decodes, context))
 
 
-@njit(cache=True)
+@compiled
 def _soft_max(x, y, sharpness):
     """(x^q + y^q)^(1/q): near max(x, y), smooth where both matter."""
     big = max(x, y)
@@ -62,7 +62,7 @@ def _soft_max(x, y, sharpness):
     return big * (1.0 + exp(sharpness * (log(small) - log(big)))) ** (1.0 / sharpness)
 
 
-@njit(cache=True)
+@compiled
 def _roofline_s(p, prefills, tokens, attended, decodes, context):
     """overhead + softmax_q(compute, memory) + collectives  [s].
 
@@ -83,7 +83,7 @@ def _roofline_s(p, prefills, tokens, attended, decodes, context):
     return overhead + _soft_max(compute, memory, p[3]) + p[11] + p[12] * all_tokens
 
 
-@njit(cache=True)
+@compiled
 def iteration_s(p, prefills, tokens, attended, decodes, context):
     """Return the time [s] of one iteration of the whole model (all pipeline stages, without hand-offs)."""
     if tokens <= 0 and decodes <= 0:

@@ -1,0 +1,41 @@
+"""One decorator for everything that runs compiled: `@compiled` is numba's njit with a cache that cannot go stale.
+
+Numba keys its cache on the decorated function's own file, so an edit in a callee elsewhere would go unnoticed, and it
+writes beside the source, which fails in a read-only install. Ours lives in the user's cache folder under the digest of
+all compiled sources: any edit starts a new folder. `GOODPUT_CACHE_DIR` moves it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+
+_SOURCES = ("compiled.py", "cost/kernel.py", "policies/*.py", "simulator/*.py")
+
+
+@cache
+def cache_folder() -> Path:
+    """Return the folder that holds the compiled code of exactly these sources."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256(numba.__version__.encode())
+    for pattern in _SOURCES:
+        for path in sorted(package.glob(pattern)):
+            digest.update(path.read_bytes())
+    root = os.environ.get("GOODPUT_CACHE_DIR") or Path.home() / ".cache" / "goodput-planner"
+    return Path(root) / digest.hexdigest()[:16]
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Return `function` compiled on first call, and loaded from the cache from then on."""
+    before = numba.config.CACHE_DIR
+    try:
+        numba.config.CACHE_DIR = str(cache_folder())
+        return numba.njit(cache=True)(function)
+    finally:
+        numba.config.CACHE_DIR = before
