@@ -64,23 +64,30 @@ def _soft_max(x, y, sharpness):
 
 @compiled
 def _roofline_s(p, prefills, tokens, attended, decodes, context):
-    """overhead + softmax_q(compute, memory) + collectives  [s].
+    """overhead + softmax_q(compute, memory, launches) + sampling + collectives  [s].
 
     p[1] overhead of a step with prefill [s]  p[2] of a decode-only step [s]      p[3] q, the sharpness of the knee
     p[4] s per token through the matrices     p[5] s per unit of `attended`       p[6] s per sequence (LM head, sampling)
     p[7] s to stream the shared weights       p[8] s to stream all experts        p[9] share of experts one token wakes
     p[10] s to read one KV token              p[11] s of collectives per step     p[12] s of collectives per token
+    p[13] s that the host needs to launch a step with prefill: a floor under short prompts, hidden under long ones
+    p[14] tokens from which p[4] grows, by the share p[15] at twice as many (a knee that whole-instance tables show)
 
     Experts: of E with k per token, T tokens touch 1 - (1 - k/E)^T of them, so decode moves from active to total
     weights as the batch grows.
     """
     all_tokens = tokens + decodes
     experts = p[8] * (1.0 - (1.0 - p[9]) ** all_tokens) if p[8] > 0.0 else 0.0
-    compute = p[4] * all_tokens + p[5] * attended + p[6] * (prefills + decodes)
+    slower = p[15] * min(1.0, max(0.0, all_tokens / p[14] - 1.0)) if p[15] > 0.0 else 0.0
+    compute = p[4] * all_tokens * (1.0 + slower) + p[5] * attended
     # a prefill reads back the KV it attends to as well, but tile by tile: that is inside p[5]
     memory = p[7] + experts + p[10] * context
-    overhead = p[1] if tokens > 0 else p[2]
-    return overhead + _soft_max(compute, memory, p[3]) + p[11] + p[12] * all_tokens
+    busy = _soft_max(compute, memory, p[3])
+    overhead = p[2]
+    if tokens > 0:
+        busy = _soft_max(busy, p[13], p[3])
+        overhead = max(p[1], p[2]) if decodes > 0 else p[1]
+    return overhead + busy + p[6] * (prefills + decodes) + p[11] + p[12] * all_tokens
 
 
 @compiled
@@ -91,3 +98,10 @@ def iteration_s(p, prefills, tokens, attended, decodes, context):
     if p[FAMILY] == LINEAR:
         return _linear_s(p, tokens, attended, decodes, context)
     return _roofline_s(p, prefills, tokens, attended, decodes, context)
+
+
+@compiled
+def iterations_s(p, shapes, out):
+    """Fill `out` with the time [s] of each row of `shapes` (prefills, tokens, attended, decodes, context): for fits."""
+    for i in range(shapes.shape[0]):
+        out[i] = iteration_s(p, shapes[i, 0], shapes[i, 1], shapes[i, 2], shapes[i, 3], shapes[i, 4])
