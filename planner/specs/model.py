@@ -1,12 +1,14 @@
 """A decoder-only transformer: what it weighs, what it caches and what it computes, whole and cut into ranks.
 
-Everything derives from one list: the tensors of a layer, as one tensor-parallel rank holds them. A whole model is
-the rank of TP1, so no figure is worked out twice. Sizes are in bytes, work in FLOP (a multiply and an add are two).
+Everything derives from one list: the tensors of a layer, as one tensor-parallel rank holds them. A whole
+model is the rank of TP1, so no figure is worked out twice. Sizes are in bytes, work in FLOP (a multiply and an
+add are two).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import ceil
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -29,7 +31,7 @@ _CUTS_ANYWHERE = ("bitsandbytes", "mxfp4")
 
 
 class Mla(Spec):
-    """Multi-head latent attention: keys and values are read out of one cached latent (DeepSeek-V2, section 2.1)."""
+    """Multi-head latent attention: one cached latent holds keys and values (DeepSeek-V2, section 2.1)."""
 
     q_lora_rank: Count | None = None
     """None: queries are projected directly."""
@@ -95,7 +97,10 @@ class Moe(Spec):
 
 
 class Quantisation(Spec):
-    """How the matrices are stored. Embeddings, vocabulary projection, norms and routers stay in the model's dtype."""
+    """How the matrices of the layers are stored.
+
+    Embeddings, the vocabulary projection, norms and routers stay in the model's dtype.
+    """
 
     method: Name
     bits: Bits
@@ -153,9 +158,10 @@ class Tensor(NamedTuple):
 
 
 class ModelSpec(Spec):
-    """The LLM. Left out: `kv_heads` means one per head, `head_dim` means hidden_size / heads, `kv_dtype` means `dtype`.
+    """The LLM.
 
-    `tp_fault` and `pp_fault` say which layouts are legal; the per-rank figures round shares up and never fail.
+    Left out, `kv_heads` is one per head, `head_dim` is hidden_size / heads and `kv_dtype` is `dtype`.
+    `tp_fault` and `pp_fault` say which layouts are legal; the per-rank figures round shares up, never fail.
     """
 
     name: Name
@@ -221,10 +227,10 @@ class ModelSpec(Spec):
         return self
 
     def is_called(self, name: str) -> bool:
-        """True when `name` means this model: its name or an alias, ignoring case and the organisation before a `/`."""
+        """True when `name` is this model's name or an alias, ignoring case and an organisation before `/`."""
         return _bare(name) in {_bare(known) for known in (self.name, *self.aliases)}
 
-    # -- size ---------------------------------------------------------------------------------------------------
+    # -- size -----------------------------------------------------------------------------------------------
 
     @property
     def parameters(self) -> int:
@@ -233,7 +239,7 @@ class ModelSpec(Spec):
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses: of the routed experts only those it is sent to; embeddings included."""
+        """Parameters that one token uses, embeddings included: of the experts only those it is sent to."""
         return sum(self._active(tensor) for tensor in self._tensors())
 
     @property
@@ -244,9 +250,10 @@ class ModelSpec(Spec):
     def stage_weight_bytes(self, layout: Layout) -> tuple[int, ...]:
         """Return the bytes that ONE rank of each pipeline stage holds.
 
-        Heads, MLP widths and vocabulary are cut over the ranks and rounded up. Every rank holds a copy of norms,
-        routers, position tables and latent projections, and of a key-value head when there are fewer than ranks.
-        The token embedding is on the first stage and the vocabulary projection on the last: a tied one is on both.
+        Heads, MLP widths and vocabulary are cut over the ranks and rounded up. Every rank holds a copy of
+        norms, routers, position tables and latent projections, and of a key-value head when there are fewer
+        than ranks. The first stage has the token embedding and the last the vocabulary projection; a tied matrix
+        is on both.
         """
         return tuple(
             sum(self._bytes(tensor) for tensor in self._stage_tensors(layout, stage))
@@ -266,7 +273,7 @@ class ModelSpec(Spec):
         )
 
     def streamed_weight_bytes(self, tokens: float) -> float:
-        """Return the weight bytes that a step of `tokens` tokens reads: shared + experts (1 - (1 - k/E)^tokens)."""
+        """Return the weight bytes that a step of T tokens reads: shared + experts (1 - (1 - k/E)^T)."""
         touched = self.moe.touched_share(tokens) if self.moe else 0.0
         return self.shared_weight_bytes + touched * self.expert_weight_bytes
 
@@ -275,19 +282,19 @@ class ModelSpec(Spec):
         """Bytes of one token's hidden state: what a stage hands on and what an all-reduce sums."""
         return self.hidden_size * DTYPE_BYTES[self.dtype]
 
-    # -- key-value cache ----------------------------------------------------------------------------------------
+    # -- key-value cache ------------------------------------------------------------------------------------
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token adds to the cache of the whole model, each key-value head once.
 
-        This is what a prefill-to-decode transfer moves per token, whatever the layouts. Sliding layers count until
-        they are full: see `kv_bytes` for long contexts.
+        This is what a prefill-to-decode transfer moves per token, whatever the layouts. Sliding layers count
+        until they are full: see `kv_bytes` for long contexts.
         """
         return self.kv_bytes(1)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the bytes that a context of `tokens` caches in the whole model; sliding layers stop at their window."""
+        """Return the bytes that `tokens` tokens cache in the whole model; sliding layers cap at the window."""
         return self._kv_bytes(range(self.layers), tokens, 1)
 
     def stage_kv_bytes(self, layout: Layout, tokens: int) -> tuple[int, ...]:
@@ -315,7 +322,7 @@ class ModelSpec(Spec):
         kind = self.attention_pattern[layer % len(self.attention_pattern)]
         return {"full": None, "sliding": self.window_tokens, "linear": 0}[kind]
 
-    # -- work ---------------------------------------------------------------------------------------------------
+    # -- work -----------------------------------------------------------------------------------------------
 
     @property
     def matrix_flops_per_token(self) -> int:
@@ -328,7 +335,7 @@ class ModelSpec(Spec):
         return 2 * self.vocab_size * (self.embedding_size or self.hidden_size)
 
     def attention_flops(self, new_tokens: int, cached_tokens: int = 0) -> float:
-        """Return the FLOP of QK^T and PV for n new tokens behind k cached ones: n k + n^2 / 2 pairs in a full layer.
+        """Return the FLOP of QK^T and PV for n new tokens behind k cached: n k + n^2 / 2 pairs per layer.
 
         A layer with window w pairs each query with at most w keys. Exact up to the diagonal (n / 2 pairs).
         """
@@ -341,7 +348,7 @@ class ModelSpec(Spec):
     def stage_share(self, pp: int, projected_share: float = 1.0) -> tuple[float, ...]:
         """Return each stage's share of the matrix FLOP of a step; sums to 1.
 
-        Stages differ in layers, in dense against expert layers, and the last one has the vocabulary projection.
+        Stages differ in layers, and in dense against expert layers; the last has the vocabulary projection.
         `projected_share` of the tokens need that: 1 in decode, one per prompt (nearly 0) in prefill.
         """
         work = [
@@ -352,10 +359,10 @@ class ModelSpec(Spec):
 
     @property
     def compute_bits(self) -> int:
-        """Width of the operands that the matrix units multiply: 8 only where activations are quantised as well."""
+        """Width of the operands that are multiplied: 8 only where activations are quantised too."""
         return self.quantisation.activation_bits if self.quantisation else 8 * DTYPE_BYTES[self.dtype]
 
-    # -- legal cuts ---------------------------------------------------------------------------------------------
+    # -- legal cuts -----------------------------------------------------------------------------------------
 
     def tp_fault(self, tp: int, expert_parallel: bool = False) -> str | None:
         """Return why `tp` ranks cannot share a layer, or None when they can.
@@ -381,7 +388,7 @@ class ModelSpec(Spec):
                 yield f"{what} {width} / TP{tp} = {width // tp} {uneven}"
 
     def _cut_widths(self, expert_parallel: bool) -> Iterator[tuple[str, int]]:
-        """Widths that are the outputs of one matrix, mostly the inputs of the next too, and are cut between ranks."""
+        """Widths cut between ranks: outputs of one matrix and, but for queries, inputs of the next."""
         if self.mla:
             yield "query width", self.heads * self.mla.qk_head_dim
         yield "attention width", self.heads * (self.mla.v_head_dim if self.mla else self.head_dim)
@@ -402,7 +409,7 @@ class ModelSpec(Spec):
         return f"is not a multiple of the {self.quantisation.method} {kind} of {unit}"
 
     def padding_notes(self) -> tuple[str, ...]:
-        """Return what an engine has to pad even at TP1: widths that are no whole number of quantised blocks."""
+        """Return what an engine pads even at TP1: widths that are no whole number of quantised blocks."""
         uneven = ((what, width, self._uneven(width)) for what, width in self._cut_widths(False))
         return tuple(f"{what} {width} {reason}: padded" for what, width, reason in uneven if reason)
 
@@ -412,7 +419,7 @@ class ModelSpec(Spec):
             return f"expected at least one stage, got PP{pp}"
         return f"{self.layers} layers cannot fill PP{pp}" if pp > self.layers else None
 
-    # -- the tensors, from which all of the above follows --------------------------------------------------------
+    # -- the tensors, from which all of the above follows ---------------------------------------------------
 
     def _tensors(self) -> Iterator[Tensor]:
         return self._stage_tensors(Layout(1, 1), 0)
@@ -528,11 +535,11 @@ def _stages(layers: int, pp: int) -> list[range]:
     ends = [0]
     for size in split_layers(layers, pp):
         ends.append(ends[-1] + size)
-    return [range(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 def _causal_pairs(tokens: int, window: int | None) -> float:
-    """Return the query-key pairs of the first `tokens` positions: x^2 / 2, then `window` for each further one."""
+    """Return the query-key pairs of the first `tokens` positions: x^2 / 2, then `window` for each more."""
     full = tokens if window is None else min(tokens, window)
     return full * full / 2 + (tokens - full) * (window or 0)
 
