@@ -32,7 +32,7 @@ UNTIMED: tuple[SourceName, ...] = ("lengths", "fixed")
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 _MOST_REQUESTS = 50_000_000
-_SAME_INSTANT_S = 1e-6
+_SAME_INSTANT_S = 1e-9
 _BLOCK_REQUESTS = 10.0
 _SCAN_POINTS = 400
 _SCAN_EVIDENCE = 15.0
@@ -198,11 +198,11 @@ class Workload:
         zeros = []
         if self.failed:
             zeros.append(
-                f"{self.failed} of {len(self.base)} requests have no output: counted as failed, not played"
+                f"requests without output, counted as failed and not played: {self.failed} of {len(self.base)}"
             )
         if self.prefill_only:
             zeros.append(
-                f"{self.prefill_only} of {len(self.base)} requests have no output: prefill-only, one token"
+                f"prefill-only requests, played with one output token: {self.prefill_only} of {len(self.base)}"
             )
         return (*self.read_notes, *zeros, *_steady_note(self))
 
@@ -222,12 +222,10 @@ class Workload:
                 Fault(f"no request fits in {max_tokens} tokens; the shortest has {total.min()}", self.name)
             )
         note = (
-            f"{count} of {rows} requests are unserveable and left out: longer than {max_tokens} tokens "
+            f"unserveable requests, longer than {max_tokens} tokens and left out: {count} of {rows} "
             f"(the longest has {total.max()})"
         )
-        kept = self.base.take(fits)
-        kept = replace(kept, arrival_s=kept.arrival_s - kept.arrival_s[0])
-        return replace(self, base=kept, table=_playable(self.spec, kept), read_notes=(*self.read_notes, note))
+        return _with_base(self, self.base.take(fits), (*self.read_notes, note))
 
     def generate(
         self, rate_rps: float, duration_s: float, seed: int, *, prefix_blocks: bool = False
@@ -240,7 +238,7 @@ class Workload:
         made by us is no cache hit. Raises InputError for a rate or duration that is not a positive number, or
         for too many requests.
         """
-        length = _length(rate_rps, duration_s)
+        length = _length(rate_rps, duration_s, seed)
         if self.spec.process == "trace":
             times, rows = _trace_times(self, length, seed)
         else:
@@ -259,24 +257,31 @@ def make_workload(
     Raises InputError when nothing is left to play, or when trace arrivals are asked for and there is no rate
     in it.
     """
-    base = replace(base, arrival_s=base.arrival_s - base.arrival_s[0])
-    workload = Workload(name, spec, base, _playable(spec, base), spec.block_s, notes, digest)
+    workload = _with_base(Workload(name, spec, base, base, spec.block_s, (), digest), base, notes)
     if spec.max_tokens is not None:
         workload = workload.limited_to(spec.max_tokens)
-    if not len(workload.table):
-        raise InputError(Fault("no requests: every row is a failed request (no output tokens)", name))
     return _stretched(workload)
+
+
+def _with_base(workload: Workload, base: Requests, notes: tuple[str, ...]) -> Workload:
+    """Return the workload on other rows. Raises InputError when these cannot be played."""
+    base = replace(base, arrival_s=base.arrival_s - base.arrival_s[0])
+    workload = replace(workload, base=base, table=_playable(workload.spec, base), read_notes=notes)
+    if not len(workload.table):
+        raise InputError(
+            Fault("no requests: every row is a failed request (no output tokens)", workload.name)
+        )
+    if workload.spec.process == "trace" and workload.steady_rate_rps is None:
+        way_out = "use arrivals: poisson and a rate_rps"
+        raise InputError(
+            Fault(f"all requests arrive at one instant, which has no rate; {way_out}", workload.name)
+        )
+    return workload
 
 
 def _stretched(workload: Workload) -> Workload:
     """Return the workload with its time stretched so that the steady part has `spec.rate_rps`."""
     steady, wanted = workload.steady_rate_rps, workload.spec.rate_rps
-    if workload.spec.process == "trace" and steady is None:
-        raise InputError(
-            Fault(
-                "all requests arrive at one instant, which has no rate; use arrivals: poisson", workload.name
-            )
-        )
     if not workload.timed or steady is None or wanted is None:
         return workload
     factor = steady / wanted
@@ -321,9 +326,10 @@ def steady_rows(arrival_s: FloatArray) -> tuple[int, int]:
     ends = np.unique(
         np.linspace(0, len(arrival_s) - 1, min(len(arrival_s), _SCAN_POINTS)).round().astype(np.intp)
     )
-    times = arrival_s[ends] / (arrival_s[-1] - arrival_s[0])
+    span_s = arrival_s[-1] - arrival_s[0]
+    times = arrival_s[ends] / span_s
     gaps, width = ends[None, :] - ends[:, None], times[None, :] - times[:, None]
-    usable = (2 * gaps >= ends[-1]) & (width > 0) & (width < 1)
+    usable = (2 * gaps >= ends[-1]) & (width * span_s > _SAME_INSTANT_S) & (width < 1)
     if not usable.any():
         return whole
     start, end = np.nonzero(usable)
@@ -356,13 +362,13 @@ def _steady_note(workload: Workload) -> tuple[str, ...]:
     )
 
 
-def _length(rate_rps: float, duration_s: float) -> float:
+def _length(rate_rps: float, duration_s: float, seed: int) -> float:
     """Return how many mean gaps fit into the duration."""
     length = rate_rps * duration_s
-    if not (rate_rps > 0 and duration_s > 0 and length <= _MOST_REQUESTS):
+    if not (rate_rps > 0 and duration_s > 0 and length <= _MOST_REQUESTS and seed >= 0):
         raise InputError(
-            f"expected a positive rate and duration and at most {_MOST_REQUESTS} requests, "
-            f"got {rate_rps} req/s for {duration_s} s"
+            f"expected a positive rate and duration, at most {_MOST_REQUESTS} requests and a seed from 0 on, "
+            f"got {rate_rps} req/s for {duration_s} s and seed {seed}"
         )
     return length
 
