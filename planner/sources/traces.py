@@ -203,7 +203,7 @@ def _plain_name(name: str) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    # not splitlines(): it also splits at U+2028 and form feeds, which are data in JSON; line numbers would shift
+    # not splitlines(): it also splits at U+2028 and form feeds, which are data in JSON, and shifts the count
     return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
 

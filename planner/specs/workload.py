@@ -185,10 +185,13 @@ class Workload:
 
     @property
     def percentiles(self) -> dict[str, dict[str, float]]:
-        """p50, p90, p99 and max of the prompt and output lengths of what is played [tokens]."""
+        """p50, p90, p99 and max of the lengths of what is played [tokens], by nearest rank."""
         columns = {"prompt_tokens": self.table.prompt_tokens, "output_tokens": self.table.output_tokens}
         return {
-            name: {label: float(np.percentile(column, q)) for label, q in PERCENTILES.items()}
+            name: {
+                label: float(np.percentile(column, q, method="inverted_cdf"))
+                for label, q in PERCENTILES.items()
+            }
             for name, column in columns.items()
         }
 
@@ -197,12 +200,10 @@ class Workload:
         """Everything that was skipped, sorted, left out or assumed, one sentence each."""
         zeros = []
         if self.failed:
-            zeros.append(
-                f"requests without output, counted as failed and not played: {self.failed} of {len(self.base)}"
-            )
+            zeros.append(f"failed requests (no output), not played: {self.failed} of {len(self.base)}")
         if self.prefill_only:
             zeros.append(
-                f"prefill-only requests, played with one output token: {self.prefill_only} of {len(self.base)}"
+                f"prefill-only requests, played with one token: {self.prefill_only} of {len(self.base)}"
             )
         return (*self.read_notes, *zeros, *_steady_note(self))
 
