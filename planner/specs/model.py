@@ -1,15 +1,14 @@
 """A decoder-only transformer: what it weighs, what it caches and what it computes, whole and cut into ranks.
 
 Everything derives from one list: the tensors of a layer, as one tensor-parallel rank holds them. A whole
-model is the rank of TP1, so no figure is worked out twice. Sizes are in bytes, work in FLOP (a multiply and an
-add are two).
+model is the rank of TP1, so no figure is worked out twice. Sizes are in bytes, work in FLOP (a multiply and
+an add are two).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from math import ceil
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -117,11 +116,11 @@ class Quantisation(Spec):
     def stored_bytes(self, inputs: int, outputs: int) -> int:
         """Return the bytes of one matrix: its values, then a scale (and a zero point) per group."""
         if self.block:
-            groups = ceil(outputs / self.block[0]) * ceil(inputs / self.block[1])
+            groups = _parts(outputs, self.block[0]) * _parts(inputs, self.block[1])
         else:
-            groups = outputs * ceil(inputs / (self.group_size or inputs))
+            groups = outputs * _parts(inputs, (self.group_size or inputs))
         zero_bits = self.bits if self.zero_points else 0
-        return ceil((inputs * outputs * self.bits + groups * zero_bits) / 8) + groups * self.scale_bytes
+        return _parts((inputs * outputs * self.bits + groups * zero_bits), 8) + groups * self.scale_bytes
 
     @property
     def cut_units(self) -> tuple[int, ...]:
@@ -252,8 +251,8 @@ class ModelSpec(Spec):
 
         Heads, MLP widths and vocabulary are cut over the ranks and rounded up. Every rank holds a copy of
         norms, routers, position tables and latent projections, and of a key-value head when there are fewer
-        than ranks. The first stage has the token embedding and the last the vocabulary projection; a tied matrix
-        is on both.
+        than ranks. The first stage has the token embedding and the last the vocabulary projection; a tied
+        matrix is on both.
         """
         return tuple(
             sum(self._bytes(tensor) for tensor in self._stage_tensors(layout, stage))
@@ -294,7 +293,7 @@ class ModelSpec(Spec):
         return self.kv_bytes(1)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the bytes that `tokens` tokens cache in the whole model; sliding layers cap at the window."""
+        """Return the bytes that `tokens` tokens cache in the whole model; sliding layers cap at a window."""
         return self._kv_bytes(range(self.layers), tokens, 1)
 
     def stage_kv_bytes(self, layout: Layout, tokens: int) -> tuple[int, ...]:
@@ -310,7 +309,7 @@ class ModelSpec(Spec):
 
     def _kv_bytes(self, layers: range, tokens: int, tp: int) -> int:
         kept = sum(self._kept_tokens(layer, tokens) for layer in layers)
-        width = self.mla.cached_width if self.mla else 2 * ceil(self.kv_heads / tp) * self.head_dim
+        width = self.mla.cached_width if self.mla else 2 * _parts(self.kv_heads, tp) * self.head_dim
         return kept * width * DTYPE_BYTES[self.kv_dtype or self.dtype]
 
     def _kept_tokens(self, layer: int, tokens: int) -> int:
@@ -448,7 +447,7 @@ class ModelSpec(Spec):
     def _embedding(self, tp: int, looked_up: bool) -> Iterator[Tensor]:
         """A tied matrix on a single stage counts once, and as a matrix, for its role at the end."""
         width = self.embedding_size or self.hidden_size
-        yield Tensor("table" if looked_up else "matrix", ceil(self.vocab_size / tp), width)
+        yield Tensor("table" if looked_up else "matrix", _parts(self.vocab_size, tp), width)
         if self.embedding_size:
             yield Tensor("matrix", self.embedding_size, self.hidden_size)
         if self.position_rows:
@@ -459,18 +458,18 @@ class ModelSpec(Spec):
         if self.embedding_size:
             yield Tensor("matrix", self.hidden_size, self.embedding_size)
         if separate:
-            yield Tensor("matrix", self.embedding_size or self.hidden_size, ceil(self.vocab_size / tp))
+            yield Tensor("matrix", self.embedding_size or self.hidden_size, _parts(self.vocab_size, tp))
 
     def _norm(self, count: int = 1) -> Tensor:
         return Tensor("vector", 2 if self.norm_biases else 1, self.hidden_size, count)
 
     def _attention(self, tp: int) -> Iterator[Tensor]:
         yield self._norm(self.norms_per_layer)
-        heads = ceil(self.heads / tp)
+        heads = _parts(self.heads, tp)
         yield from self._latent_attention(self.mla, heads) if self.mla else self._head_attention(heads, tp)
 
     def _head_attention(self, heads: int, tp: int) -> Iterator[Tensor]:
-        queries, keys = heads * self.head_dim, ceil(self.kv_heads / tp) * self.head_dim
+        queries, keys = heads * self.head_dim, _parts(self.kv_heads, tp) * self.head_dim
         yield Tensor("linear", self.hidden_size, queries)
         yield Tensor("linear", self.hidden_size, keys, 2)
         yield Tensor("linear", queries, self.hidden_size)
@@ -496,7 +495,7 @@ class ModelSpec(Spec):
 
     def _mlp(self, role: Role, width: int, tp: int, copies: int = 1) -> Iterator[Tensor]:
         """Gate and up are cut by output and down by input, so a rank holds the same share of each."""
-        share, ups = ceil(width / tp), 2 if self.gated_mlp else 1
+        share, ups = _parts(width, tp), 2 if self.gated_mlp else 1
         yield Tensor(role, self.hidden_size, share, ups * copies)
         yield Tensor(role, share, self.hidden_size, copies)
         if self.biases in ("mlp", "all"):
@@ -542,6 +541,11 @@ def _causal_pairs(tokens: int, window: int | None) -> float:
     """Return the query-key pairs of the first `tokens` positions: x^2 / 2, then `window` for each more."""
     full = tokens if window is None else min(tokens, window)
     return full * full / 2 + (tokens - full) * (window or 0)
+
+
+def _parts(whole: int, size: int) -> int:
+    """Return whole / size, rounded up."""
+    return -(-whole // size)
 
 
 def _bare(name: str) -> str:
