@@ -1,7 +1,8 @@
 """A Hugging Face `config.json` -> ModelSpec.
 
-The same figure has many names there, hides under `text_config` and the like in multimodal models, and is often
-left to the default of its model family; `_FAMILIES` holds those. What had to be assumed ends up in `notes`.
+The same figure has many names there, hides under `text_config` and the like in multimodal models, and is
+often left to the default of its model family: `_FAMILIES` holds those. What had to be assumed ends up in
+`notes`.
 """
 
 from __future__ import annotations
@@ -403,7 +404,7 @@ def _kv_dtype(config: _Config) -> Dtype | None:
 
 
 def _kv_heads(config: _Config) -> int | None:
-    """Return the key-value heads; None for one per head. MLA caches a latent, whatever heads the file names."""
+    """Return the key-value heads; None for one per head. With MLA those of the file mean nothing."""
     if config.key(("kv_lora_rank",)):
         return None
     if config.flag("multi_query") and not config.flag("new_decoder_architecture"):
