@@ -1,7 +1,8 @@
 """The laws of one iteration, compiled. Every cost model ends up as one vector of numbers for `iteration_s`.
 
-The simulators call this once per step, tens of millions of times per plan; therefore no objects here. A family is
-a number in `p[FAMILY]` and a law below. To add one: a constant, a law, and a branch in `iteration_s`.
+The simulators call this once per step, tens of millions of times per plan; therefore no objects here. A
+family is a number in `p[FAMILY]` and a law below. To add one: a constant, a law, and a branch in
+`iteration_s`.
 
 The shape of an iteration is five sums over its requests (n new tokens and k cached tokens of each):
     prefills    requests that prefill                decodes   requests that decode one token each
@@ -18,14 +19,14 @@ from planner.compiled import compiled
 FAMILY = 0
 LINEAR, ROOFLINE = 0, 1
 
-# LINEAR: p[1:4] prefill a, b, c; p[4:7] decode a, b, c below the threshold; p[7:10] from it on; p[10] threshold.
-# ROOFLINE: see `_roofline_s`.
+# LINEAR: p[1:4] prefill a, b, c; p[4:7] decode a, b, c below the threshold; p[7:10] from it on; p[10]
+# threshold. ROOFLINE: see `_roofline_s`.
 SIZE = 20
 
 
 @compiled
 def _linear_prefill_s(p, tokens, attended):
-    """a + b sum(n) + c sum(n^2 + 2nk)  [s]   (DistServe, OSDI '24, appendix A; the 2nk is our cached prefix)."""
+    """a + b sum(n) + c sum(n^2 + 2nk)  [s]   (DistServe, OSDI '24, appendix A; 2nk is our cached prefix)."""
     return p[1] + p[2] * tokens + p[3] * attended
 
 
@@ -40,8 +41,9 @@ def _linear_decode_s(p, decodes, context):
 def _linear_s(p, tokens, attended, decodes, context):
     """A mixed step runs its prefill tokens and its decode tokens through the same matrices once.
 
-    So it costs the prefill law with the decode tokens counted in, plus their KV reads; and never less than the
-    decode step alone. Our own extension: the published fits know no mixed steps (SARATHI, arXiv 2308.16369, sec. 4.2).
+    So it costs the prefill law with the decode tokens counted in, plus their KV reads; and never less than
+    the decode step alone. Our own extension: the published fits know no mixed steps (SARATHI, arXiv
+    2308.16369, sec. 4.2).
     """
     if tokens <= 0:
         return _linear_decode_s(p, decodes, context)
@@ -66,15 +68,15 @@ def _soft_max(x, y, sharpness):
 def _roofline_s(p, prefills, tokens, attended, decodes, context):
     """overhead + softmax_q(compute, memory, launches) + sampling + collectives  [s].
 
-    p[1] overhead of a step with prefill [s]  p[2] of a decode-only step [s]      p[3] q, the sharpness of the knee
-    p[4] s per token through the matrices     p[5] s per unit of `attended`       p[6] s per sequence (LM head, sampling)
-    p[7] s to stream the shared weights       p[8] s to stream all experts        p[9] share of experts one token wakes
-    p[10] s to read one KV token              p[11] s of collectives per step     p[12] s of collectives per token
-    p[13] s that the host needs to launch a step with prefill: a floor under short prompts, hidden under long ones
-    p[14] tokens from which p[4] grows, by the share p[15] at twice as many (a knee that whole-instance tables show)
+    p[1] overhead of a step with prefill    p[2] of a decode-only step        p[3] q, the sharpness of the knee
+    p[4] per token through the matrices     p[5] per unit of `attended`       p[6] per sequence (LM head, sampling)
+    p[7] to stream the shared weights       p[8] to stream all experts        p[9] share of them one token wakes
+    p[10] to read one KV token              p[11] collectives of a step       p[12] collectives per token
+    p[13] host work to launch a step with prefill: a floor under short prompts, hidden under long ones
+    p[14] tokens from which p[4] grows, by the share p[15] at twice as many (whole-instance tables show it)
 
-    Experts: of E with k per token, T tokens touch 1 - (1 - k/E)^T of them, so decode moves from active to total
-    weights as the batch grows.
+    Experts: of E with k per token, T tokens touch 1 - (1 - k/E)^T of them, so decode moves from active to
+    total weights as the batch grows.
     """
     all_tokens = tokens + decodes
     experts = p[8] * (1.0 - (1.0 - p[9]) ** all_tokens) if p[8] > 0.0 else 0.0
@@ -102,6 +104,6 @@ def iteration_s(p, prefills, tokens, attended, decodes, context):
 
 @compiled
 def iterations_s(p, shapes, out):
-    """Fill `out` with the time [s] of each row of `shapes` (prefills, tokens, attended, decodes, context): for fits."""
+    """Fill `out` with the time [s] of each row of `shapes`, whose columns are the five sums: for fits."""
     for i in range(shapes.shape[0]):
         out[i] = iteration_s(p, shapes[i, 0], shapes[i, 1], shapes[i, 2], shapes[i, 3], shapes[i, 4])

@@ -1,4 +1,4 @@
-"""What was measured of one model on one kind of GPU: a compact table of samples, or published fits, with provenance."""
+"""What was measured of one model on one kind of GPU: a table of samples, or published fits, with provenance."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _short(value: Any) -> str:
 
 
 class Samples(Spec):
-    """A table: one line per measurement. Rows of the same setting are repeats. A missing column is 0 (pp: 1)."""
+    """A table: one line per measurement. Rows of one setting are repeats. A missing column is 0 (pp: 1)."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str | int | float, ...], ...]
@@ -75,7 +75,9 @@ class Samples(Spec):
     def _known_columns(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
         unknown = [name for name in columns if name not in COLUMNS]
         if unknown or len(set(columns)) != len(columns):
-            raise ValueError(f"expected columns out of {', '.join(COLUMNS)}, each once, got {', '.join(columns)}")
+            raise ValueError(
+                f"expected columns out of {', '.join(COLUMNS)}, each once, got {', '.join(columns)}"
+            )
         if missing := [name for name in _REQUIRED if name not in columns]:
             raise ValueError(f"the columns {', '.join(missing)} are required")
         return columns
@@ -129,7 +131,7 @@ class DecodeFit(Spec):
 
 
 class Coefficients(Spec):
-    """A published fit at one tensor-parallel degree. `decode_large` counts from `large_from_batch` requests on."""
+    """A published fit at one tensor-parallel degree. `decode_large` holds from `large_from_batch` requests on."""
 
     tp: Count
     prefill: PrefillFit
@@ -185,10 +187,11 @@ class Profile(Spec):
     def _says_something(self) -> Profile:
         if not self.coefficients and not (self.samples and self.samples.rows):
             raise ValueError("expected samples or coefficients, got neither")
-        for what, keys in (
+        named: tuple[tuple[str, list[tuple[int, ...]]], ...] = (
             ("coefficients for TP", [(fit.tp,) for fit in self.coefficients]),
             ("kv_tokens for TP, PP", [(kv.tp, kv.pp) for kv in self.kv_tokens]),
-        ):
+        )
+        for what, keys in named:
             if twice := sorted({key for key in keys if keys.count(key) > 1}):
                 raise ValueError(f"{what} {', '.join(map(str, twice[0]))} stand twice")
         return self

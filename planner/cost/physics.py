@@ -1,0 +1,127 @@
+"""What physics says of one iteration: bytes and FLOP of the model over the data-sheet rates of the GPU.
+
+Used for three things: terms that measurements cannot identify, the start and the gentle pull of the roofline
+fit, and a whole model of a GPU that nobody measured. The constants are typical, not exact; each says where it
+comes from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.cost import kernel
+from planner.specs.gpu import Gpu
+from planner.specs.layout import Layout
+from planner.specs.model import ModelSpec
+
+COMPUTE_EFFICIENCY = 0.65
+"""Share of the dense peak in a prefill's matrices. DistServe's raw OPT fits reach 272/202/182 of 312 TFLOP/s
+at TP1/2/4 and 262/244/237 (66B, TP2/3/4), collectives included; Splitwise's Llama-2-70B reaches 0.5 to 0.6 at
+TP2."""
+
+STREAM_EFFICIENCY = 0.8
+"""Share of the data-sheet memory bandwidth when weights are streamed. DistServe's decode constants stream
+OPT-66B at 1.35 of 2.04 TB/s and Qwen2.5-72B on two H100 takes 31.0 ms a token against a floor of 21.7 (tt-
+inference-server issue 143), both with the step's overhead inside; about a tenth of such a step is
+overhead."""
+
+KV_EFFICIENCY = 0.6
+"""Share of the memory bandwidth when paged KV blocks are read. DistServe's decode coefficients per context
+token (OSDI '24 artifact, OPT-13B and 66B, A100-80GB) amount to 1.1 to 1.35 of 2.04 TB/s."""
+
+ATTENTION_EFFICIENCY = 0.4
+"""Share of the dense peak in causal attention over a prompt: FlashAttention-2 reports 0.5 to 0.73 on A100
+(arXiv 2307.08691) and FlashAttention-3 finds 0.35 for it on H100 (arXiv 2407.08608)."""
+
+LINK_EFFICIENCY = 0.6
+"""Share of the line rate in a large all-reduce: Vidur's tables give bus rates of 104 to 174 of 300 GB/s on a
+DGX A100 and 210 to 365 of 450 GB/s on a DGX H100, for 13 to 67 MB."""
+
+COLLECTIVE_S = 15e-6
+"""Start-up of one all-reduce: 14 to 21 us below 128 kB on 8 H100 (APEX tables); custom kernels take less."""
+
+STEP_S = 1.5e-3
+"""Host work of one step that does not overlap (schedule, gather inputs, read tokens back): what is left of
+the 4.8 ms of Qwen3-1.7B on A100 (tt-inference-server issue 340) after 2.1 ms of weights and 28 layers of
+kernel gaps."""
+
+KERNELS_PER_LAYER, KERNELS_PER_MIXTURE = 12, 36
+"""Two norms, QKV, rotary, cache write, attention, output, gate-up, activation, down and two collectives; a
+mixture adds router, top-k, permutation, two grouped products and back, each in a few kernels."""
+
+GRAPH_GAP_S, LAUNCH_S = 2.5e-6, 10e-6
+"""Between two kernels of a replayed CUDA graph, and to launch one from Python without a graph (prefill)."""
+
+SEQUENCE_S = 20e-6
+"""Host work per sequence and step: sampling parameters, detokenising, block tables. DistServe's fits give 33
+to 63 us per request with the request's share of the matrices inside."""
+
+SHARPNESS = 4.0
+"""Exponent of the soft maximum of compute and memory: at the ridge a step takes 2^(1/4) = 1.19 times either."""
+
+REFERENCE_TOKENS = 4096
+"""Context at which sliding-window layers are averaged into one coefficient per token."""
+
+
+def peak_flop_per_s(model: ModelSpec, gpu: Gpu) -> float:
+    """Return the dense peak [FLOP/s] at the width of the model's operands; FP8 where the GPU has units for it."""
+    return gpu.fp8_flop_per_s if model.compute_bits == 8 and gpu.fp8_flop_per_s else gpu.fp16_flop_per_s
+
+
+def kv_read_s(model: ModelSpec, gpu: Gpu, tp: int, efficiency: float = KV_EFFICIENCY) -> float:
+    """Return the time [s] to read one KV token: its bytes on a rank over the usable bandwidth."""
+    per_token = sum(model.stage_kv_bytes(Layout(tp), REFERENCE_TOKENS)) / REFERENCE_TOKENS
+    return per_token / (efficiency * gpu.memory_bytes_per_s)
+
+
+def typical(model: ModelSpec, gpu: Gpu, tp: int) -> np.ndarray:
+    """Return the roofline vector of a typical engine, without collectives (see `kernel._roofline_s`)."""
+    flops = tp * peak_flop_per_s(model, gpu)
+    stream = tp * gpu.memory_bytes_per_s * STREAM_EFFICIENCY
+    kernels = _kernels(model)
+    p = np.zeros(kernel.SIZE)
+    p[kernel.FAMILY] = kernel.ROOFLINE
+    p[1], p[2], p[3] = STEP_S, STEP_S + GRAPH_GAP_S * kernels, SHARPNESS
+    p[4] = (model.matrix_flops_per_token - model.head_flops_per_token) / (flops * COMPUTE_EFFICIENCY)
+    p[5] = model.attention_flops(REFERENCE_TOKENS) / REFERENCE_TOKENS**2 / (flops * ATTENTION_EFFICIENCY)
+    p[6] = SEQUENCE_S + model.head_flops_per_token / (flops * COMPUTE_EFFICIENCY)
+    p[7], p[8] = model.shared_weight_bytes / stream, model.expert_weight_bytes / stream
+    p[9] = model.moe.experts_per_token / model.moe.experts if model.moe else 0.0
+    p[10] = kv_read_s(model, gpu, tp)
+    p[13] = LAUNCH_S * kernels
+    return p
+
+
+def _kernels(model: ModelSpec) -> int:
+    mixtures = sum(model.moe.covers(layer) for layer in range(model.layers)) if model.moe else 0
+    return KERNELS_PER_LAYER * (model.layers - mixtures) + KERNELS_PER_MIXTURE * mixtures
+
+
+def collectives_s(model: ModelSpec, tp: int, bytes_per_s: float, latency_s: float) -> tuple[float, float]:
+    """Return the time [s] of a step's tensor-parallel collectives: a fixed part and a part per token.
+
+    Two all-reduces per layer (Megatron-LM, arXiv 1909.08053, section 3), each moving 2 (tp - 1) / tp of the
+    hidden states over a ring. `bytes_per_s` is the line rate of a GPU's link, one way.
+    """
+    if tp == 1:
+        return 0.0, 0.0
+    rounds = 2 * model.layers
+    moved = 2 * (tp - 1) / tp * model.activation_bytes_per_token
+    return rounds * (COLLECTIVE_S + latency_s), rounds * moved / (bytes_per_s * LINK_EFFICIENCY)
+
+
+def prefill_floor_s(model: ModelSpec, gpu: Gpu, tp: int, shape: tuple[int, int, int]) -> float:
+    """Return the least time [s] of (batch, new, cached) tokens at the peak: less is no measurement."""
+    batch, new, cached = shape
+    per_token = model.matrix_flops_per_token - model.head_flops_per_token
+    work = batch * (per_token * new + model.attention_flops(new, cached))
+    return work / (tp * max(gpu.fp16_flop_per_s, peak_flop_per_s(model, gpu)))
+
+
+def decode_floor_s(model: ModelSpec, gpu: Gpu, tp: int, batch: int, context: int) -> float:
+    """Return the least time [s] of a decode step at the data-sheet bandwidth: weights and KV read once.
+
+    Of a mixture only the experts of one token are counted: a batch may choose the same ones.
+    """
+    read = model.streamed_weight_bytes(1) + batch * model.kv_bytes(context)
+    return read / (tp * gpu.memory_bytes_per_s)
