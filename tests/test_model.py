@@ -629,10 +629,9 @@ SEEDS: list[dict[str, Any]] = [
     LLAMA
     | {"quantization_config": {"config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 128}}}}},
 ]
-JUNK: st.SearchStrategy[Any] = st.sampled_from(
-    (None, True, False, 0, 1, 2, -1, 3, 7, 10**9, 10**30, 0.5, 1e300)
-    + ("", "x", "fp8", "auto", [], [1, 2], [[]], {}, {"a": 1}, [None])
-)
+_NUMBERS: list[Any] = [None, True, False, 0, 1, 2, -1, 3, 7, 10**9, 10**30, 0.5, 1e300]
+_OTHERS: list[Any] = ["", "x", "fp8", "auto", [], [1, 2], [[]], {}, {"a": 1}, [None]]
+JUNK = st.sampled_from([*_NUMBERS, *_OTHERS]).map(copy.deepcopy)  # what is drawn gets changed
 
 
 def _spots(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
