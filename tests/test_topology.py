@@ -1,6 +1,7 @@
 """Clusters as graphs: who is joined to whom, how fast, and every mistake at its line."""
 
 import time
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 
@@ -553,3 +554,105 @@ def test_classes_and_groups_split_what_they_divide(topology):
     for node in topology.nodes:
         assert sorted(i for group in node.tp_groups for i in group) == list(node.indices)
         assert sorted(i for port in node.nics for i in port.gpus) == list(node.indices)
+
+
+FULL = {
+    "name": "full",
+    "gpus": [
+        {
+            "name": "mine",
+            "memory_bytes": "96GB",
+            "memory_bytes_per_s": "1.8TB/s",
+            "fp16_flop_per_s": "500TFLOP/s",
+            "host_bytes_per_s": "63GB/s",
+        }
+    ],
+    "nodes": [
+        {
+            "name": "a",
+            "count": 2,
+            "gpu": "mine",
+            "gpus": [0, 1, 3],
+            "links": {
+                "kind": "nvlink",
+                "bytes_per_s": "50GB/s",
+                "groups": [[0, 1]],
+                "roots": [{"gpus": [0, 1], "bytes_per_s": "9GB/s"}, {"gpus": [3]}],
+                "ports": [{"gpu": 3, "bytes_per_s": "4GB/s"}],
+                "measured": [{"gpus": [0, 3], "bytes_per_s": "5GB/s"}],
+            },
+            "nics": {
+                "count": 2,
+                "bytes_per_s": "50GB/s",
+                "kind": "roce",
+                "near": [[0], [3]],
+                "names": ["x", "y"],
+            },
+            "rack": "r1",
+        },
+        {"name": "b", "gpu": "a40", "gpus": 2, "nics": {"count": 1, "bytes_per_s": "1GB/s", "kind": "tcp"}},
+    ],
+    "network": {"latency_s": "5us", "racks": [{"name": "r1", "oversubscription": 2}]},
+    "efficiency": {"roce": 0.7},
+}
+
+
+def places(data, at=()):
+    """Every path into nested data."""
+    yield at
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield from places(value, (*at, key))
+
+
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    5,
+    10**12,
+    1.5,
+    "",
+    "a",
+    "b",
+    "r1",
+    "1GB/s",
+    "nan",
+    [],
+    {},
+    [0, 0],
+    [[0]],
+    {"a": 1},
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(list(places(FULL))[1:]), st.sampled_from([*JUNK, "drop"])), max_size=3)
+)
+def test_a_damaged_cluster_file_is_an_input_error_or_a_cluster(damage):
+    data = deepcopy(FULL)
+    for path, value in damage:
+        inner = data
+        for key in path[:-1]:
+            inner = inner[key] if isinstance(inner, dict | list) and key in dict(_items(inner)) else None
+        if isinstance(inner, dict | list) and path[-1] in dict(_items(inner)):
+            if value == "drop":
+                del inner[path[-1]]
+            else:
+                inner[path[-1]] = deepcopy(value)
+    try:
+        topology = read(dump_yaml(data))
+    except InputError as error:
+        assert error.faults
+        return
+    first = topology.gpus[0]
+    for gpu in topology.gpus[:50]:
+        topology.path(first, gpu)
+    assert topology.classes() and all(topology.egress_bytes_per_s(unit) >= 0 for unit in topology.units())
+
+
+def _items(data):
+    return data.items() if isinstance(data, dict) else enumerate(data)

@@ -95,8 +95,8 @@ def test_equal_layouts_send_each_shard_over_its_own_card():
     found = route(H100, shards("node0", 1, 4), shards("node1", 1, 4))
     wires = by_kind(H100, found, "infiniband")
     assert wires == {
-        **{f"node0:nic{i}->default:leaf0": 0.25 for i in range(4)},
-        **{f"default:leaf0->node1:nic{i}": 0.25 for i in range(4)},
+        **{f"node0:nic{i}->default:leaf": 0.25 for i in range(4)},
+        **{f"default:leaf->node1:nic{i}": 0.25 for i in range(4)},
     }
     assert found.pieces == 4
     assert found.bytes_per_s(H100) == pytest.approx(4 * 37e9)
@@ -118,7 +118,7 @@ def test_gpus_that_share_a_card_share_its_speed():
 
 
 def test_pipeline_stages_of_other_depths_exchange_the_layers_they_have_in_common():
-    # 80 layers: prefill PP2 (0-40, 40-80), decode PP4 (0-20, ...): each target stage draws on one source stage
+    # 80 layers: prefill PP2 (0-40, 40-80), decode PP4 (0-20, ...): a target stage draws on one source stage
     found = route(H100, shards("node0", 2, 1), shards("node1", 4, 1), layers=80)
     assert found.pieces == 4
     into = {n: s for n, s in by_kind(H100, found, "infiniband").items() if n.startswith("default")}

@@ -53,7 +53,10 @@ class Vertex(NamedTuple):
     number: int = 0
 
     def __str__(self) -> str:
-        return ":".join(part for part in (self.owner, f"{self.kind}{self.number}") if part)
+        single = self.kind in ("host", "leaf", "spine", "nvdomain")
+        return ":".join(
+            part for part in (self.owner, self.kind if single else f"{self.kind}{self.number}") if part
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,8 @@ class Node:
     indices: tuple[int, ...]
     rack: str
     domain: str | None
+    nvlink_groups: tuple[tuple[int, ...], ...]
+    """Device indexes that NVLink joins; empty without NVLink."""
     tp_groups: tuple[tuple[int, ...], ...]
     """Device indexes joined by the fastest kind of link here: all, pairs, or those below one PCIe root."""
     roots: tuple[tuple[int, ...], ...]
@@ -392,9 +397,18 @@ class _Builder:
             )
         self._add_measured(name, plan.links)
         cards = tuple(NicPort(p.cards, _card_names(group, p.cards), p.gpus) for p in plan.nics)
-        self.nodes.append(
-            Node(name, plan.gpu, group.indices, rack, group.nvlink_domain, plan.tp_groups, plan.roots, cards)
+        node = Node(
+            name=name,
+            gpu=plan.gpu,
+            indices=group.indices,
+            rack=rack,
+            domain=group.nvlink_domain,
+            nvlink_groups=plan.nvlink_groups,
+            tp_groups=plan.tp_groups,
+            roots=plan.roots,
+            nics=cards,
         )
+        self.nodes.append(node)
         self.kinds[name] = (*plan.kind, rack)
 
     def _add_roots(self, name: str, plan: NodePlan) -> list[Vertex]:
