@@ -121,6 +121,8 @@ def load(path: str | Path) -> Document:
 
 def parse(text: str, file: str) -> Document:
     """Return the Document of YAML `text`; `file` is only used in messages."""
+    if file.endswith(".json"):
+        text = text.expandtabs(2)  # JSON may be indented by tabs, YAML may not
     try:
         loader = _Loader(text)
         try:

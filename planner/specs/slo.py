@@ -25,6 +25,8 @@ class Slo(Spec):
     tpot_s: Seconds
     attainment: Share = 0.9
     name: Name | None = None
+    share: Share | None = None
+    """This class's share of the requests; classes without one share alike what is left."""
     tpot_definition: TpotDefinition = "decode"
     """`decode`: time after the first token per further token. `inclusive`: end to end per output token."""
 

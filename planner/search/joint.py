@@ -1,0 +1,161 @@
+"""The joint search: how many instances of which prefill and decode layout together give the most goodput.
+
+What a combination is worth is what the joint simulation of its instances says, nothing else. The search goes
+best-first by the saturation bound and asks each candidate the cheapest question that can reject it:
+
+    saturation no better than the incumbent          skipped without a simulation
+    one simulation at the incumbent's rate fails     rejected (it stops as soon as too many requests have missed)
+    otherwise                                        bisected; it becomes the incumbent if it is better
+
+The network is free here: it can only make things worse, and how much depends on the placement. `pipeline.py` places
+the best candidates and lets the replay on the real links judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.search.goodput import Trial, bisect, pool
+from planner.search.layouts import Kind
+from planner.simulator.cluster import System
+
+SLACK = 1.005
+"""A challenger must beat the incumbent by half a per cent: closer than that, the cheaper one stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """So many instances of each kind (one aggregated kind, or a prefill and a decode kind)."""
+
+    kinds: tuple[tuple[Kind, int], ...]
+    bound_rps: float
+    """No load beyond this can be served: the weaker phase's saturation."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all."""
+        return sum(kind.gpus * count for kind, count in self.kinds)
+
+    def __str__(self) -> str:
+        return " + ".join(f"{count} x {kind}" for kind, count in self.kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A combination and its goodput on a free network [requests/s]."""
+
+    combination: Combination
+    goodput_rps: float
+
+    @property
+    def per_gpu_rps(self) -> float:
+        """Goodput per GPU [requests/s]."""
+        return self.goodput_rps / self.combination.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """How many instances of a kind fit: GPUs by type, and slots (tensor-parallel groups that a unit can hold)."""
+
+    gpus: Mapping[str, int]
+    unit_gpus: Mapping[str, tuple[int, ...]]
+
+    def most(self, kind: Kind, free: int | None = None) -> int:
+        """Return how many instances of `kind` the (remaining `free`) GPUs of its type allow at most."""
+        slots = sum(size // kind.layout.tp for size in self.unit_gpus[kind.gpu]) // kind.layout.pp
+        available = self.gpus[kind.gpu] if free is None else free
+        return min(slots, available // kind.gpus)
+
+
+def aggregated(kinds: Iterable[Kind], saturation: Mapping[Kind, float], space: Space) -> list[Combination]:
+    """Return every number of instances of every aggregated kind."""
+    return [
+        Combination(((kind, count),), saturation[kind] * count)
+        for kind in kinds
+        for count in range(1, space.most(kind) + 1)
+    ]
+
+
+def disaggregated(
+    prefill: Sequence[Kind], decode: Sequence[Kind], saturation: Mapping[Kind, float], space: Space
+) -> list[Combination]:
+    """Return every pair of counts of every prefill and decode kind that fits."""
+    found = []
+    for p in prefill:
+        for d in decode:
+            for at_p in range(1, space.most(p) + 1):
+                free = space.gpus[d.gpu] - (p.gpus * at_p if p.gpu == d.gpu else 0)
+                for at_d in range(1, space.most(d, free) + 1):
+                    bound = min(saturation[p] * at_p, saturation[d] * at_d)
+                    found.append(Combination(((p, at_p), (d, at_d)), bound))
+    return found
+
+
+def largest(combinations: Iterable[Combination]) -> list[Combination]:
+    """Return those to which no instance can be added: with GPUs to spare, one more never hurts goodput."""
+    best: dict[tuple[Kind, ...], dict[tuple[int, ...], Combination]] = {}
+    for one in combinations:
+        counts = tuple(count for _, count in one.kinds)
+        best.setdefault(tuple(kind for kind, _ in one.kinds), {})[counts] = one
+    kept = []
+    for family in best.values():
+        for counts, one in family.items():
+            more = (tuple(c + (i == k) for i, c in enumerate(counts)) for k in range(len(counts)))
+            if not any(other in family for other in more):
+                kept.append(one)
+    return kept
+
+
+def most_goodput(
+    trial: Trial, combinations: Sequence[Combination], kv_bytes_per_token: float, common: Mapping[str, object],
+    precision: float = 0.02, keep: int = 8, known: Sequence[Scored] = (),
+) -> list[Scored]:
+    """Return the best combinations, best first, ties by fewer GPUs. Those that were rejected are left out.
+
+    The first `keep` are exact to `precision` relative to each other: an incumbent needs to be beaten, so a candidate
+    that is close to the best but not better is bisected too, until `keep` are known.
+    """
+    ranked = list(known)
+    for one in sorted(combinations, key=lambda c: (-_estimate(c), c.gpus, str(c))):
+        bar = _bar(ranked, keep)
+        if one.bound_rps <= bar * SLACK:
+            continue
+        system = pool(one.kinds, kv_bytes_per_token, **common)
+        if bar > 0 and trial.margin(system, bar * SLACK) < 0:
+            continue
+        ranked.append(Scored(one, _climb(trial, system, max(bar, 0.5 * _estimate(one)), one.bound_rps, precision)))
+    ranked = [one for one in ranked if one.goodput_rps > 0]
+    return sorted(ranked, key=lambda s: (-s.goodput_rps, s.combination.gpus, str(s.combination)))
+
+
+def fewest_gpus(
+    trial: Trial, combinations: Sequence[Combination], rate_rps: float, kv_bytes_per_token: float,
+    common: Mapping[str, object], keep: int = 4,
+) -> list[Scored]:
+    """Return combinations that serve `rate_rps` within the SLO, fewest GPUs first (`goodput_rps` is the rate asked for)."""
+    passing: list[Scored] = []
+    for one in sorted(combinations, key=lambda c: (c.gpus, -_estimate(c), str(c))):
+        if passing and one.gpus > passing[0].combination.gpus and len(passing) >= keep:
+            break
+        if one.bound_rps <= rate_rps:
+            continue
+        if trial.margin(pool(one.kinds, kv_bytes_per_token, **common), rate_rps) >= 0:
+            passing.append(Scored(one, rate_rps))
+    return passing
+
+
+def _bar(ranked: Sequence[Scored], keep: int) -> float:
+    """Return the goodput that a newcomer has to beat: the `keep`-th best so far."""
+    values = sorted((one.goodput_rps for one in ranked), reverse=True)
+    return values[keep - 1] if len(values) >= keep else 0.0
+
+
+def _estimate(one: Combination) -> float:
+    """Return a guess of the goodput, only to choose the order: pools come closer to saturation than single instances."""
+    return min((one.bound_rps * (1 - 0.5 / (1 + count)) for _, count in one.kinds), default=0.0)
+
+
+def _climb(trial: Trial, system: System, low: float, bound: float, precision: float) -> float:
+    """Return the goodput by bisection between what passed (or a guess) and the saturation bound."""
+    return bisect(lambda rate: trial.margin(system, rate) >= 0.0, low, min(low * 1.3, bound), precision)

@@ -1,0 +1,35 @@
+"""Settings of the serving engine that planning and serving must share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from planner.specs.base import Spec
+from planner.specs.units import Bytes, Count, Share
+
+
+class Engine(Spec):
+    """How the engine is run. The defaults are those of the included runtime."""
+
+    block_tokens: Annotated[int, Field(strict=True, ge=1, le=1024)] = 16
+    """Tokens of one KV block."""
+    max_batch: Annotated[int, Field(strict=True, ge=1, le=65536)] = 256
+    """Requests that one decode or aggregated instance runs at once."""
+    max_prefill_batch: Annotated[int, Field(strict=True, ge=1, le=65536)] = 128
+    """Prompts in one prefill batch."""
+    prefill_tokens: Count | None = None
+    """Token budget of a prefill batch; by default the smallest that nearly saturates the GPU (DistServe's L_m)."""
+    chunk_tokens: tuple[Count, ...] = (512, 2048)
+    """Token budgets per step to try for the aggregated alternative (chunked prefill)."""
+    memory_fraction: Share = 0.9
+    """Share of the GPU's memory that the engine may use."""
+    reserved_bytes: Bytes = 2 * 2**30
+    """Kept for CUDA graphs, workspaces and communication buffers on every GPU."""
+    max_pulls: Annotated[int, Field(strict=True, ge=1, le=64)] = 4
+    """KV transfers that one decode instance runs at a time."""
+    first_token_at: Literal["decode", "prefill"] = "decode"
+    """Who sends the first token: the decode side once it has the KV, or the prefill side at once."""
+    layerwise_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Measured share of the KV transfer that hides behind the prefill (layer by layer); 0 unless measured."""
