@@ -1,4 +1,4 @@
-"""Profile -> cost model. Families compete on held-out error; what data cannot tell comes from physics, marked."""
+"""Profile -> cost model. Families compete on held-out error; physics fills what data cannot tell."""
 
 from __future__ import annotations
 

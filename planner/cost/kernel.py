@@ -68,9 +68,9 @@ def _soft_max(x, y, sharpness):
 def _roofline_s(p, prefills, tokens, attended, decodes, context):
     """overhead + softmax_q(compute, memory, launches) + sampling + collectives  [s].
 
-    p[1] overhead of a step with prefill    p[2] of a decode-only step        p[3] q, the sharpness of the knee
-    p[4] per token through the matrices     p[5] per unit of `attended`       p[6] per sequence (LM head, sampling)
-    p[7] to stream the shared weights       p[8] to stream all experts        p[9] share of them one token wakes
+    p[1] overhead of a step with prefill    p[2] of a decode-only step        p[3] q, how sharp the knee is
+    p[4] per token through the matrices     p[5] per unit of `attended`       p[6] per sequence (sampling)
+    p[7] to stream the shared weights       p[8] to stream all experts        p[9] share that one token wakes
     p[10] to read one KV token              p[11] collectives of a step       p[12] collectives per token
     p[13] host work to launch a step with prefill: a floor under short prompts, hidden under long ones
     p[14] tokens from which p[4] grows, by the share p[15] at twice as many (whole-instance tables show it)

@@ -57,14 +57,14 @@ SEQUENCE_S = 20e-6
 to 63 us per request with the request's share of the matrices inside."""
 
 SHARPNESS = 4.0
-"""Exponent of the soft maximum of compute and memory: at the ridge a step takes 2^(1/4) = 1.19 times either."""
+"""Exponent of the soft maximum of compute and memory: at the ridge it is 2^(1/4) = 1.19 times either."""
 
 REFERENCE_TOKENS = 4096
 """Context at which sliding-window layers are averaged into one coefficient per token."""
 
 
 def peak_flop_per_s(model: ModelSpec, gpu: Gpu) -> float:
-    """Return the dense peak [FLOP/s] at the width of the model's operands; FP8 where the GPU has units for it."""
+    """Return the dense peak [FLOP/s] at the width of the operands; FP8 where the GPU has units for it."""
     return gpu.fp8_flop_per_s if model.compute_bits == 8 and gpu.fp8_flop_per_s else gpu.fp16_flop_per_s
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import Fault, InputError
-from planner.sources.tables import pick, read_json, read_table
+from planner.sources.tables import pick, read_json, read_table, slug
 from planner.specs.profile import Coefficients, DecodeFit, KvTokens, PrefillFit, Profile, Provenance
 
 _SCALED = {
@@ -37,9 +37,8 @@ def load(
         raise InputError(Fault("expected a mapping of models to tensor-parallel degrees", str(path)))
     engine = pick(path, "engine", engine, set(_SCALED))
     model = pick(path, "model", model, set(data))
-    short = model.rsplit("/", 1)[-1].lower()
     return Profile(
-        name=f"{engine}-{short}-{gpu}",
+        name=slug(engine, model, gpu),
         model=model,
         gpu=gpu,
         engine="DistServe (SwiftTransformer)"
@@ -53,8 +52,8 @@ def load(
             url="https://github.com/LLMServe/DistServe",
             revision="82831f1",
             licence="Apache-2.0",
-            citation="Zhong et al., DistServe: Disaggregating Prefill and Decoding for Goodput-optimized Large "
-            "Language Model Serving, OSDI '24",
+            citation="Zhong et al., DistServe: Disaggregating Prefill and Decoding for Goodput-optimized "
+            "Large Language Model Serving, OSDI '24",
             notes=(
                 _SCALED[engine],
                 "decode was fitted up to a few tens of thousands of context tokens in all",

@@ -8,13 +8,14 @@ throughput and ITL of a full server; their product is the number of requests tha
 
 from __future__ import annotations
 
+import io
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from planner.errors import Fault, InputError
-from planner.sources.tables import seconds
+from planner.sources.tables import seconds, slug
 from planner.specs.profile import KvTokens, Profile, Provenance, Sample, Samples
 
 PREFILL = ("prefill_isl", "prefill_ttft")
@@ -40,7 +41,7 @@ def load(
         notes.append(f"left out {left} of {len(decode)} decode points: more requests held KV than decoded")
     capacity = arrays.get("max_kv_tokens")
     return Profile(
-        name=f"dynamo-{model.rsplit('/', 1)[-1].lower()}-{gpu}",
+        name=slug("dynamo", model, gpu),
         model=model,
         gpu=gpu,
         engine=engine,
@@ -73,7 +74,8 @@ def _arrays(path: str | Path) -> dict[str, np.ndarray]:
 
 def _load(file: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(file, allow_pickle=False) as data:  # pickles run code
+        content = io.BytesIO(file.read_bytes())  # numpy leaves a broken file open
+        with np.load(content, allow_pickle=False) as data:  # pickles run code
             return {key: np.asarray(data[key], dtype=float).ravel() for key in data.files}
     except FileNotFoundError:
         raise InputError(Fault("no such file", str(file))) from None
@@ -94,8 +96,8 @@ def _columns(
     if len({len(column) for column in columns}) != 1 or not len(columns[0]):
         raise InputError(Fault(f"{', '.join(names)}: expected one length, at least 1", str(path)))
     for name, column in zip(names, columns, strict=True):
-        if not ((column > 0) & (column < 1e12)).all():
-            raise InputError(Fault(f"{name}: expected numbers above 0", str(path)))
+        if not ((column > 0) & (column <= 1e9)).all():
+            raise InputError(Fault(f"{name}: expected numbers above 0 and up to 1e9", str(path)))
     return columns
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from planner.errors import Fault, InputError
-from planner.sources.tables import Row, read_table, seconds
+from planner.sources.tables import Row, read_table, seconds, slug
 from planner.specs.gpu import Gpu
 from planner.specs.layout import Layout
 from planner.specs.model import ModelSpec
@@ -60,7 +60,7 @@ def vidur(
         "host work between kernels: not in the tables, not added",
     )
     return Profile(
-        name=f"vidur-{model.name}-{gpu.name}",
+        name=slug("vidur", model.name, gpu.name),
         model=model.name,
         gpu=gpu.name,
         engine="kernels as timed by Vidur",
@@ -122,7 +122,7 @@ def _vidur_instance(
     head_s = model.head_flops_per_token / (tp * gpu.memory_bytes_per_s * STREAM_EFFICIENCY)
 
     def step_s(tokens: int) -> float:
-        """All but attention. In 2-byte weights the vocabulary projection reads as many bytes as it has FLOP."""
+        """All but attention. With 2-byte weights the last projection reads a byte for each of its FLOP."""
         collectives = 2 * reduce(tokens * model.activation_bytes_per_token)
         return model.layers * (layer(tokens) + collectives) + once(tokens) + head_s
 
@@ -175,7 +175,7 @@ def llmservingsim(
     if tp > 1:
         notes.append("tensor-parallel collectives: not in the tables, not added")
     return Profile(
-        name=f"llmservingsim-{model.name}-{gpu.name}",
+        name=slug("llmservingsim", model.name, gpu.name),
         model=model.name,
         gpu=gpu.name,
         engine="vLLM 0.19.0, layer by layer",
@@ -186,8 +186,8 @@ def llmservingsim(
             url="https://github.com/casys-kaist/LLMServingSim",
             revision="5daddb2",
             licence="MIT",
-            citation="Cho et al., LLMServingSim: A HW/SW Co-Simulation Infrastructure for LLM Inference Serving "
-            "at Scale, IISWC '24",
+            citation="Cho et al., LLMServingSim: A HW/SW Co-Simulation Infrastructure for LLM Inference "
+            "Serving at Scale, IISWC '24",
             notes=tuple(notes),
         ),
         samples=Samples.of(sorted(samples)),

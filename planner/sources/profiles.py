@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from planner.errors import Fault, InputError, PlannerError
 from planner.sources import distserve, dynamo, layer_tables, splitwise
 from planner.specs.base import Document, dump_yaml, load_preset, preset_names, suggest, validate, write_text
@@ -54,19 +56,29 @@ def _row_faults(document: Document) -> list[Fault]:
     return [document.fault(text, "samples", "rows", index) for index, text in found if text]
 
 
-def import_profile(kind: str, path: str | Path, **selectors: Any) -> Profile:
-    """Return the profile in a foreign table. Raises InputError for a bad kind, selector or table."""
+def import_profile(kind: str, path: str | Path, *, name: str | None = None, **selectors: Any) -> Profile:
+    """Return the profile in a foreign table, called `name` where given.
+
+    Raises InputError for a bad kind, selector or table.
+    """
     if kind not in LOADERS:
         names = list(LOADERS)
         raise InputError(f"unknown kind of profile {kind!r}{suggest(kind, names)}; known: {', '.join(names)}")
     parameters = list(inspect.signature(LOADERS[kind]).parameters.values())[1:]
     names = [parameter.name for parameter in parameters]
     if unknown := sorted(set(selectors) - set(names)):
-        raise InputError(f"{kind}: unknown selector {unknown[0]!r}; expected {', '.join(names)}")
+        raise InputError(f"{kind}: unknown selector {unknown[0]!r}; expected {', '.join([*names, 'name'])}")
     needed = [p.name for p in parameters if p.default is inspect.Parameter.empty and p.name not in selectors]
     if needed:
         raise InputError(f"{kind}: needs {', '.join(needed)}")
-    return LOADERS[kind](path, **selectors)
+    try:
+        profile = LOADERS[kind](path, **selectors)
+    except ValidationError as error:
+        what = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise InputError(Fault(f"gives no sound profile: {what}", str(path))) from None
+    if name is None:
+        return profile
+    return validate(Profile, Document(profile.model_dump(mode="json") | {"name": name}, str(path)))
 
 
 def to_yaml(profile: Profile) -> str:

@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from planner.errors import Fault, InputError
-from planner.sources.tables import pick, read_table, seconds
+from planner.sources.tables import pick, read_table, seconds, slug
 from planner.specs.profile import Profile, Provenance, Sample, Samples
 
 COLUMNS = (
@@ -75,7 +75,7 @@ def load(path: str | Path, model: str | None = None, gpu: str | None = None) -> 
         original, factor = copies[gpu]
         raise InputError(
             Fault(
-                f"the rows of {gpu} are those of {original} times {factor:.6g}, no measurements; use {original}",
+                f"the rows of {gpu} are those of {original} times {factor:.6g}, copies; use {original}",
                 str(path),
             )
         )
@@ -109,14 +109,14 @@ def _profile(model: str, gpu: str, runs: list[Run], notes: list[str]) -> Profile
         Sample("decode", r.tp, 1, r.batch, 0, 0, r.context, seconds(r.token_s)) for r in runs if r.asked > 1
     ]
     return Profile(
-        name=f"splitwise-{model}-{gpu}",
+        name=slug("splitwise", model, gpu),
         model=model,
         gpu=gpu,
         engine="as in the Splitwise paper, section III",
         interconnect="NVLink inside one DGX",
         provenance=Provenance(
             method="measured",
-            source="Mutinifni/splitwise-sim, data/perf_model.csv",
+            source="Mutinifni/splitwise-sim, data/perf-model.csv",
             url="https://github.com/Mutinifni/splitwise-sim",
             revision="8f99e7d",
             licence="MIT",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,12 @@ def pick(path: str | Path, what: str, wanted: str | None, found: set[str]) -> st
         return names[wanted.lower()]
     got = "none was given" if wanted is None else f"got {wanted!r}"
     raise InputError(Fault(f"{what}: expected one of {', '.join(sorted(found))}; {got}", str(path)))
+
+
+def slug(*parts: str) -> str:
+    """Return a name that our files accept, out of words that others chose."""
+    words = (re.sub(r"[^A-Za-z0-9._+]+", "-", part.rsplit("/", 1)[-1]).strip("-._+") for part in parts)
+    return "-".join(word.lower() for word in words if word)[:200]
 
 
 def seconds(value: float) -> float:

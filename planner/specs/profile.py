@@ -1,4 +1,4 @@
-"""What was measured of one model on one kind of GPU: a table of samples, or published fits, with provenance."""
+"""What was measured of one model on one kind of GPU: samples or published fits, with provenance."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class DecodeFit(Spec):
 
 
 class Coefficients(Spec):
-    """A published fit at one tensor-parallel degree. `decode_large` holds from `large_from_batch` requests on."""
+    """A published fit at one degree. `decode_large` holds from `large_from_batch` requests on."""
 
     tp: Count
     prefill: PrefillFit
