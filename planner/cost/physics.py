@@ -20,10 +20,9 @@ at TP1/2/4 and 262/244/237 (66B, TP2/3/4), collectives included; Splitwise's Lla
 TP2."""
 
 STREAM_EFFICIENCY = 0.8
-"""Share of the data-sheet memory bandwidth when weights are streamed. DistServe's decode constants stream
-OPT-66B at 1.35 of 2.04 TB/s and Qwen2.5-72B on two H100 takes 31.0 ms a token against a floor of 21.7 (tt-
-inference-server issue 143), both with the step's overhead inside; about a tenth of such a step is
-overhead."""
+"""Share of the data-sheet memory bandwidth when weights are streamed. Vidur times the four matrix products of
+a Llama-2-70B layer at TP4 on H100, one token, at 159 us for 428 MB: 2.7 of 3.35 TB/s. DistServe's decode
+constants, with the overhead of a step inside, stream OPT-66B at 1.35 of 2.04 TB/s."""
 
 KV_EFFICIENCY = 0.6
 """Share of the memory bandwidth when paged KV blocks are read. DistServe's decode coefficients per context
@@ -40,14 +39,15 @@ DGX A100 and 210 to 365 of 450 GB/s on a DGX H100, for 13 to 67 MB."""
 COLLECTIVE_S = 15e-6
 """Start-up of one all-reduce: 14 to 21 us below 128 kB on 8 H100 (APEX tables); custom kernels take less."""
 
-STEP_S = 1.5e-3
+STEP_S = 1.3e-3
 """Host work of one step that does not overlap (schedule, gather inputs, read tokens back): what is left of
-the 4.8 ms of Qwen3-1.7B on A100 (tt-inference-server issue 340) after 2.1 ms of weights and 28 layers of
-kernel gaps."""
+the 4.38 ms of one request on Llama-3.1-8B FP8, H200 (Dynamo's points) after 2.1 ms of weights and 32 layers of
+kernel gaps. Engines of 2023 took 25 to 45 ms (Splitwise's table at TP8)."""
 
 KERNELS_PER_LAYER, KERNELS_PER_MIXTURE = 12, 36
 """Two norms, QKV, rotary, cache write, attention, output, gate-up, activation, down and two collectives; a
-mixture adds router, top-k, permutation, two grouped products and back, each in a few kernels."""
+mixture adds router, top-k, permutation, two grouped products and back, each in a few kernels (three times was
+settled with DeepSeek-R1's figures in InferenceX issue 870 in sight, so these are no test of it)."""
 
 GRAPH_GAP_S, LAUNCH_S = 2.5e-6, 10e-6
 """Between two kernels of a replayed CUDA graph, and to launch one from Python without a graph (prefill)."""
