@@ -484,7 +484,7 @@ def test_public_figures_of_single_requests_are_met_by_an_unprofiled_roofline(
 ):
     """Public figures of single requests (tt-inference-server issues 143 and 340).
 
-    No constant is fitted to them. Of the first row of the small model only TPOT is compared: its TTFT of 26.4 ms
+    No constant is fitted to them. Of the first row of the small model only TPOT counts: its TTFT of 26.4 ms
     is nearly that of twice the tokens, 30.9 ms, so most of it is not the model.
     """
     cost = unprofiled(spec, gpu(card), tp, 450e9, 2e-6)
