@@ -41,7 +41,7 @@ COLLECTIVE_S = 15e-6
 
 STEP_S = 1.3e-3
 """Host work of one step that does not overlap (schedule, gather inputs, read tokens back): what is left of
-the 4.38 ms of one request on Llama-3.1-8B FP8, H200 (Dynamo's points) after 2.1 ms of weights and 32 layers of
+the 4.38 ms of one request to Llama-3.1-8B FP8 on H200 (Dynamo) after 2.1 ms of weights and 32 layers of
 kernel gaps. Engines of 2023 took 25 to 45 ms (Splitwise's table at TP8)."""
 
 KERNELS_PER_LAYER, KERNELS_PER_MIXTURE = 12, 36
