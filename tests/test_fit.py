@@ -484,8 +484,8 @@ def test_public_figures_of_single_requests_are_met_by_an_unprofiled_roofline(
 ):
     """Public figures of single requests (tt-inference-server issues 143 and 340).
 
-    The constants rest on other tables but were settled with these figures in sight: a guard, not a proof. Of the
-    first row of the small model only TPOT counts: its TTFT of 26.4 ms is nearly that of twice the tokens.
+    The constants rest on other tables but were settled with these figures in sight: a guard, not a proof.
+    Of the first row of the small model only TPOT counts: its TTFT is nearly that of twice the tokens.
     """
     cost = unprofiled(spec, gpu(card), tp, 450e9, 2e-6)
     step_s = cost.iteration_s(BatchShape.decode(1, prompt + 64))
