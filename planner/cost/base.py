@@ -42,7 +42,7 @@ class TermError:
     settings: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CostModel:
     """Latency of one instance at one layout.
 

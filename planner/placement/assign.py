@@ -53,7 +53,8 @@ def place(program: Program) -> Placement:
 def _over_racks(program: Program) -> Placement | None:
     """Return a placement solved as if no uplink bound and then dealt over the racks, if that loses nothing.
 
-    Racks of equal nodes make many equal solutions and a slow program; mostly an even deal keeps KV in its rack.
+    Racks of equal nodes make many equal solutions and a slow program; an even deal
+    mostly keeps KV in its rack.
     """
     real = site(program.topology)
     if not real.uplinks:
@@ -76,7 +77,9 @@ def assign(program: Program, solution: Solution) -> Placement:
     flows, value = _settle(program, place, solution, seated)
     instances = tuple(one.instance for one in seated)
     if program.objective == "min_gpus" and value < (program.rate_rps or 0.0) * (1 - 1e-6):
-        raise Unplaceable(f"the network carries only {value:.4g} of {program.rate_rps:.4g} requests/s on the fewest GPUs")
+        raise Unplaceable(
+            f"on the fewest GPUs the network carries {value:.4g} of {program.rate_rps:.4g} requests/s"
+        )
     used = {gpu for instance in instances for gpu in instance.gpus}
     return Placement(
         instances=instances,
@@ -109,7 +112,8 @@ def _seat_all(place: Site, solution: Solution) -> list[Seated]:
     """Return every instance on its GPUs, still without a name."""
     seated: list[Seated] = []
     loose: dict[int, list[list[Stage]]] = defaultdict(list)
-    held = {pool.name: blocks for hosted in solution.hosted for pool, blocks in _deal(hosted, bool(place.uplinks))}
+    dealt = (pair for hosted in solution.hosted for pair in _deal(hosted, bool(place.uplinks)))
+    held = {pool.name: blocks for pool, blocks in dealt}
     for pool in place.pools:
         for block, stages in _seat(pool, held.get(pool.name, ()), solution.candidates):
             candidate = solution.candidates[block.candidate]
@@ -206,7 +210,7 @@ def _settle(
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Requests/s of each instance that stay in its pool and that cross the network, and what stays in each rack."""
+    """Requests/s of each instance that stay in its pool, that cross the network, and that stay in each rack."""
 
     own: dict[str, float]
     net: dict[str, float]
@@ -249,7 +253,8 @@ def _limit_network(
 ) -> dict[str, pulp.LpVariable]:
     """Add the limits of every card and uplink; return the variables of what stays inside each rack."""
     stay = {rack: lp.add_variable(f"stay_{r}", 0) for r, rack in enumerate(place.uplinks)}
-    card_of = {gpu: (pool.name, n) for pool in place.pools for n, nic in enumerate(pool.nics) for gpu in nic.gpus}
+    cards = {(pool.name, n): nic for pool in place.pools for n, nic in enumerate(pool.nics)}
+    card_of = {gpu: key for key, nic in cards.items() for gpu in nic.gpus}
     rack_of = {gpu: place.rack(pool) for pool in place.pools for gpu in pool.gpus}
     for end, side in enumerate(sides):
         by_card: dict[Any, list[Any]] = defaultdict(list)
@@ -260,7 +265,7 @@ def _limit_network(
                 by_card[card].append(number / len(gpus) * flow)
             for rack, number in Counter(rack_of[gpu] for gpu in gpus).items():
                 by_rack[rack].append(number / len(gpus) * flow)
-        speeds = {(pool.name, n): nic[1 + end] for pool in place.pools for n, nic in enumerate(pool.nics)}
+        speeds = {key: (nic.egress_bytes_per_s, nic.ingress_bytes_per_s)[end] for key, nic in cards.items()}
         for card, parts in by_card.items():
             if (most := units.rate(speeds.get(card, 0.0))) < inf:
                 lp += pulp.lpSum(parts) <= most
@@ -272,13 +277,14 @@ def _limit_network(
 
 
 def _optimise_in_turn(lp: pulp.LpProblem, goals: Sequence[tuple[Any, int]]) -> float:
-    """Leave in the variables the best point by the first goal, then the second, ...; return the first's value.
+    """Leave the best point by the first goal, then the second, ... in the variables; return the first's value.
 
     A goal is an expression and +1 to make it most, -1 to make it least.
     """
     values = []
     for goal, sign in goals:
-        outcome = optimise(lp, goal, pulp.LpMaximize if sign > 0 else pulp.LpMinimize, Effort(0.0, 60.0, GOAL_NODES))
+        sense = pulp.LpMaximize if sign > 0 else pulp.LpMinimize
+        outcome = optimise(lp, goal, sense, Effort(0.0, 60.0, GOAL_NODES))
         if not outcome.found:
             raise InvariantError("the flows of a placement have no solution")
         values.append(outcome.value)
@@ -287,7 +293,7 @@ def _optimise_in_turn(lp: pulp.LpProblem, goals: Sequence[tuple[Any, int]]) -> f
 
 
 def _pair_up(carried: Carried, place: Site, seated: Sequence[Seated]) -> dict[tuple[str, str], float]:
-    """Return requests/s from each prefill to each decode instance: in the pool, then in the rack, then anywhere."""
+    """Return requests/s of each pair of instances: first in the pool, then in the rack, then anywhere."""
     flows: dict[tuple[str, str], float] = defaultdict(float)
     rack_of = {pool.name: place.rack(pool) for pool in place.pools}
     dust = _NOTHING * max((one.rate_rps for one in seated), default=0.0)
@@ -311,7 +317,11 @@ def _natural(key: tuple[str, str]) -> tuple[int, int]:
 
 
 def _transport(
-    some: Sequence[Seated], left: dict[str, float], flows: dict[tuple[str, str], float], dust: float, most: float
+    some: Sequence[Seated],
+    left: dict[str, float],
+    flows: dict[tuple[str, str], float],
+    dust: float,
+    most: float,
 ) -> None:
     """Move up to `most` from prefill to decode, in order, out of what is `left`: few and steady pairs."""
     takers = iter([one.instance.name for one in some if one.instance.phase == "decode"])
@@ -340,4 +350,5 @@ def _within_links(
         for link, share in shares[key]:
             load[link] += rate * kv_bytes * share
     over = {link: max(1.0, used / topology.links[link].bytes_per_s) for link, used in load.items()}
-    return {key: rate / max((over[link] for link, _ in shares[key]), default=1.0) for key, rate in flows.items()}
+    worst = {key: max((over[link] for link, _ in shares[key]), default=1.0) for key in flows}
+    return {key: rate / worst[key] for key, rate in flows.items()}

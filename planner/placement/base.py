@@ -77,9 +77,9 @@ class KvFlow:
 class Placement:
     """Instances on named GPUs, the flows between them, and how good that provably is.
 
-    `value_rps` is what the flows carry; `bound_rps` no placement of these candidates can beat (with `min_gpus`: on
-    these GPUs, at most the demand), `bound_gpus` is how few GPUs could do. `gap` is the relative distance of the
-    objective (rate, or GPUs for `min_gpus`) from its bound. `seconds` is the processor time of solving.
+    `value_rps` is what the flows carry, and no placement of these candidates beats `bound_rps` (the demand, with
+    `min_gpus`, where `bound_gpus` says how few GPUs could do). `gap` is the relative distance of the objective
+    (rate, or GPUs for `min_gpus`) from its bound; `seconds` is the processor time of solving.
     """
 
     instances: tuple[PlacedInstance, ...]
@@ -184,12 +184,14 @@ def site(topology: Topology | Site) -> Site:
 
 def _pool(topology: Topology, unit: Unit) -> Pool:
     nodes = [topology.node(name) for name in unit.nodes]
-    groups = (unit.gpus,)
+    groups: tuple[tuple[GpuId, ...], ...] = (unit.gpus,)
     if len(nodes) == 1:
         lists = [*nodes[0].tp_groups]
         lists += [(i,) for i in nodes[0].indices if not any(i in group for group in lists)]
         groups = tuple(tuple(GpuId(nodes[0].name, i) for i in group) for group in lists)
-    ports = [tuple(GpuId(node.name, i) for i in port.gpus) for node in nodes for port in node.nics if port.gpus]
+    ports = [
+        tuple(GpuId(node.name, i) for i in port.gpus) for node in nodes for port in node.nics if port.gpus
+    ]
     parts = [replace(unit, gpus=gpus) for gpus in ports]
     nics = [Nic(p.gpus, topology.egress_bytes_per_s(p), topology.ingress_bytes_per_s(p)) for p in parts]
     return Pool(unit.name, unit.gpu.name, groups, tuple(nics), unit.racks[0])
@@ -206,8 +208,8 @@ def _can_bind(rack: str, uplink: Uplink, pools: tuple[Pool, ...]) -> bool:
 class Program:
     """One placement question. The candidates are either all aggregated, or prefill and decode.
 
-    `rate_rps` is the demand of `min_gpus`, and a cap where the objective is `max_goodput`. `counts` forces exact
-    numbers of instances (a kind that is not named gets none), to place a plan that was searched elsewhere.
+    `rate_rps` is the demand of `min_gpus`, and a cap where the objective is `max_goodput`. `counts` forces
+    exact numbers of instances (a kind it does not name gets none), to place a plan searched elsewhere.
     """
 
     topology: Topology | Site

@@ -1,13 +1,14 @@
-"""Every constraint of the placement program once more, on the named GPUs and real routes, without the solver."""
+"""Every constraint of the placement once more, on the named GPUs and real routes, without the solver."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from math import ceil, inf, isclose
 
 from planner.cost.transfer import route
-from planner.placement.base import Candidate, Kind, PlacedInstance, Placement, Pool, Program, site
+from planner.placement.base import Kind, PlacedInstance, Placement, Pool, Program, site
 from planner.specs.topology import GpuId, Topology
 
 _SLACK = 1e-6
@@ -69,7 +70,7 @@ def _shape(instance: PlacedInstance, pools: Mapping[GpuId, Pool]) -> Iterator[st
 def _spread(instance: PlacedInstance, pools: Mapping[GpuId, Pool]) -> Iterator[str]:
     """A pipeline lies in one pool where one of its type is large enough, and enters no pool twice."""
     homes = [pools[stage[0]].name for stage in instance.stages]
-    changes = 1 + sum(a != b for a, b in zip(homes, homes[1:], strict=False))
+    changes = 1 + sum(a != b for a, b in pairwise(homes))
     if changes > len(set(homes)):
         yield f"{instance.name}: its pipeline comes back to a pool it has left"
     room = max(_room(pool, instance.layout.tp) for pool in pools.values() if pool.gpu == instance.gpu)
@@ -151,12 +152,14 @@ def _network(program: Program, placement: Placement, pools: Mapping[GpuId, Pool]
     for flow in placement.flows:
         ends = [by_name[name] for name in (flow.prefill, flow.decode)]
         homes = [Counter(pools[gpu].name for gpu in end.gpus) for end in ends]
-        if homes[0].keys() == homes[1].keys() and (len(homes[0]) == 1 or isinstance(program.topology, Topology)):
+        if homes[0].keys() == homes[1].keys() and (
+            len(homes[0]) == 1 or isinstance(program.topology, Topology)
+        ):
             continue  # inside one pool; or a pipeline beside another one, whose exact routes `_links` has checked
         racks = [{place.rack(pools[gpu]) for gpu in end.gpus} for end in ends]
         for end, way in enumerate(("out of", "into")):
-            for pool, gpus in homes[end].items():
-                sent[way, pool] += flow.rate_rps * kv_bytes * gpus / len(ends[end].gpus)  # type: ignore[assignment]
+            for home, gpus in homes[end].items():
+                sent[way, home] += flow.rate_rps * kv_bytes * gpus / len(ends[end].gpus)  # type: ignore[assignment]
             if racks[0] != racks[1] and len(racks[end]) == 1:
                 sent[way, "rack " + next(iter(racks[end]))] += flow.rate_rps * kv_bytes  # type: ignore[assignment]
     most: dict[tuple[str, str], float] = {}
@@ -181,7 +184,11 @@ def _objective(program: Program, placement: Placement) -> Iterator[str]:
         yield f"value {placement.value_rps:.6g} requests/s, but the flows add up to {value:.6g}"
     if placement.value_rps > placement.bound_rps * (1 + 1e-5):
         yield f"value {placement.value_rps:.6g} requests/s above its bound {placement.bound_rps:.6g}"
-    if program.rate_rps is not None and program.objective == "max_goodput" and value > program.rate_rps * (1 + 1e-5):
+    if (
+        program.rate_rps is not None
+        and program.objective == "max_goodput"
+        and value > program.rate_rps * (1 + 1e-5)
+    ):
         yield f"value {value:.6g} requests/s above its cap {program.rate_rps:.6g}"
     yield from _few_gpus(program, placement) if program.objective == "min_gpus" else _most(placement)
 
@@ -197,6 +204,8 @@ def _few_gpus(program: Program, placement: Placement) -> Iterator[str]:
 
 
 def _most(placement: Placement) -> Iterator[str]:
-    gap = (placement.bound_rps - placement.value_rps) / placement.bound_rps if placement.bound_rps > 0 else 0.0
+    gap = (
+        (placement.bound_rps - placement.value_rps) / placement.bound_rps if placement.bound_rps > 0 else 0.0
+    )
     if not isclose(placement.gap, gap, abs_tol=1e-5):
         yield f"gap {placement.gap:.6g} is not that of {placement.value_rps:.6g} against {placement.bound_rps:.6g}"

@@ -7,7 +7,7 @@ Sets
 Variables
     y[g,p]  in Z+   pools of class g that hold pattern p
     m[s]    in Z+   instances that span pools
-    own[g]  >= 0    requests/s prefilled and decoded in the same pool of g: their KV never meets a network card
+    own[g]  >= 0    requests/s prefilled and decoded in the same pool of g: their KV meets no card
     out[g]  >= 0    requests/s whose KV leaves a pool of g through its cards
     into[g] >= 0    requests/s whose KV enters a pool of g
     stay[r] >= 0    requests/s whose KV goes from pool to pool inside rack r
@@ -24,14 +24,14 @@ Constraints
     (7) F <= cap, or F >= demand
 Aggregated candidates move no KV: F = sum of rates * y, and (2) to (4) fall away.
 
-Why (2) is exact: one pool with rates P, D, of which P1 and D1 belong to instances that lie in it whole, and cards
-that carry e out and i in, can do {out <= min(e,P), into <= min(i,D), own <= min(P1,D1), out+own <= P,
-own+into <= D}. Every row is an interval of (out, own, into); the sum of such sets over many pools is described by
-the rows below with summed right-hand sides, whichever bound is the tighter one in each pool. So classes need
-three flow variables, not three for each pattern.
+Why (2) is exact: one pool with rates P, D, of which P1 and D1 belong to instances that lie in it whole, and
+cards that carry e out and i in, can do {out <= min(e,P), into <= min(i,D), own <= min(P1,D1), out+own <= P,
+own+into <= D}. Every row is an interval of (out, own, into); the sum of such sets over many pools is described
+by the rows below with summed right-hand sides, whichever bound is the tighter one in each pool. So a class
+needs three flow variables, not three for each pattern.
 
-What it leaves out, so that its bound stays a bound: which card a GPU is near to, and that the blocks of a spanning
-instance must send in step. `assign.py` settles both on the named GPUs; its value is the one that is reported.
+What it leaves out, so that its bound stays a bound: which card a GPU is near to, and that the blocks of a
+spanning instance send in step. `assign.py` settles both on the named GPUs, and its value is the one reported.
 
 All rows are in units of the largest candidate rate. In bytes, solvers call wrong answers optimal.
 """
@@ -46,8 +46,8 @@ from typing import Any, NamedTuple
 import pulp
 
 from planner.errors import InvariantError
-from planner.placement.base import Candidate, Pool, Program, Site, site
-from planner.placement.patterns import Block, Pattern, blocks_of, fill, useful
+from planner.placement.base import Candidate, Kind, Pool, Program, Site, site
+from planner.placement.patterns import Block, Pattern, Sizes, blocks_of, fill, useful
 
 FLOW_ROWS = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 1, 1), (1, 2, 1))
 
@@ -87,7 +87,7 @@ class Units(NamedTuple):
 
 
 def build(program: Program) -> Model:
-    """Return the model of `program`, without an objective. Raises InvariantError for inputs that make no sense."""
+    """Return the model of `program`, without an objective. Raises InvariantError for a program without sense."""
     place, candidates = site(program.topology), _wanted(program)
     classes = _classes(place, candidates, program.counts)
     scale = max((candidate.rate_rps for candidate in candidates), default=0.0) or 1.0
@@ -101,7 +101,8 @@ def build(program: Program) -> Model:
     if program.rate_rps is not None:
         wanted = program.rate_rps / scale
         lp += (rate <= wanted, "cap") if program.objective == "max_goodput" else (rate >= wanted, "demand")
-    return Model(lp, scale, candidates, classes, picks, rate, network, _total(classes, picks, lambda p: p.gpus))
+    gpus = _total(classes, picks, lambda p: p.gpus)
+    return Model(lp, scale, candidates, classes, picks, rate, network, gpus)
 
 
 def _wanted(program: Program) -> tuple[Candidate, ...]:
@@ -109,12 +110,13 @@ def _wanted(program: Program) -> tuple[Candidate, ...]:
     given = program.candidates
     phases = {candidate.phase for candidate in given}
     if "aggregated" in phases and len(phases) > 1:
-        raise InvariantError("a placement program holds aggregated candidates or prefill and decode, not both")
+        raise InvariantError("candidates are all aggregated, or prefill and decode, not both")
     if len({candidate.kind for candidate in given}) < len(given):
-        raise InvariantError("a placement program holds each kind of instance once")
-    numbers = [*(candidate.rate_rps for candidate in given), program.kv_bytes_per_request, program.rate_rps or 0.0]
+        raise InvariantError("two candidates are of one kind")
+    numbers = [candidate.rate_rps for candidate in given]
+    numbers += [program.kv_bytes_per_request, program.rate_rps or 0.0]
     if not all(isfinite(number) and number >= 0 for number in numbers):
-        raise InvariantError("a placement program needs finite rates and sizes, not below zero")
+        raise InvariantError("candidates need finite rates and KV sizes, not below zero")
     if program.objective == "min_gpus" and program.rate_rps is None:
         raise InvariantError("min_gpus needs a rate_rps to reach")
     if program.counts is None:
@@ -125,7 +127,7 @@ def _wanted(program: Program) -> tuple[Candidate, ...]:
 
 
 def _classes(
-    place: Site, candidates: Sequence[Candidate], counts: Mapping[Any, int] | None
+    place: Site, candidates: Sequence[Candidate], counts: Mapping[Kind, int] | None
 ) -> tuple[PoolClass, ...]:
     groups = place.classes()
     blocks = blocks_of(candidates, [(pools[0].gpu, pools[0].sizes) for pools in groups])
@@ -139,11 +141,17 @@ def _classes(
 
 
 def _patterns(
-    blocks: Sequence[Block], sizes: tuple[int, ...], candidates: Sequence[Candidate], counts: Mapping[Any, int] | None
+    blocks: Sequence[Block],
+    sizes: Sizes,
+    candidates: Sequence[Candidate],
+    counts: Mapping[Kind, int] | None,
 ) -> list[Pattern]:
     if counts is None:
         return fill(useful(blocks, sizes, candidates), sizes, candidates)
-    most = {b: counts[candidates[b.candidate].kind] * candidates[b.candidate].layout.pp // b.stages for b in blocks}
+    most = {}
+    for block in blocks:
+        candidate = candidates[block.candidate]
+        most[block] = counts[candidate.kind] * candidate.layout.pp // block.stages
     return fill(blocks, sizes, candidates, most)
 
 
@@ -156,8 +164,10 @@ def _picks(lp: pulp.LpProblem, g: int, each: PoolClass) -> tuple[pulp.LpVariable
 
 
 def _total(classes: Sequence[PoolClass], picks: Sequence[Sequence[pulp.LpVariable]], value: Any) -> Any:
-    pairs = ((y, p) for each, some in zip(classes, picks, strict=True) for y, p in zip(some, each.patterns, strict=True))
-    return pulp.lpSum(value(p) * y for y, p in pairs if value(p))
+    terms = []
+    for each, some in zip(classes, picks, strict=True):
+        terms += [value(p) * y for p, y in zip(each.patterns, some, strict=True) if value(p)]
+    return pulp.lpSum(terms)
 
 
 def _flows(
@@ -168,7 +178,8 @@ def _flows(
     units: Units,
 ) -> tuple[pulp.LpAffineExpression, pulp.LpAffineExpression]:
     """Add (2) to (4); return the total and the network rate."""
-    flows = [[lp.add_variable(f"{name}_{g}", 0) for name in ("out", "own", "into")] for g in range(len(classes))]
+    names = ("out", "own", "into")
+    flows = [[lp.add_variable(f"{name}_{g}", 0) for name in names] for g in range(len(classes))]
     for g, (each, some) in enumerate(zip(classes, picks, strict=True)):
         pool = each.pools[0]
         speeds = units.rate(pool.egress_bytes_per_s), units.rate(pool.ingress_bytes_per_s)
@@ -205,9 +216,9 @@ def _instances(
     candidates: Sequence[Candidate],
     classes: Sequence[PoolClass],
     picks: Sequence[Sequence[pulp.LpVariable]],
-    counts: Mapping[Any, int] | None,
+    counts: Mapping[Kind, int] | None,
 ) -> None:
-    """Add (5) and (6). A kind that no pool can hold and that is forced makes the program infeasible, as it must."""
+    """Add (5) and (6). A forced kind that no pool can hold makes the program infeasible, as it must."""
     stages: list[list[Any]] = [[] for _ in candidates]
     spanning: set[int] = set()
     for each, some in zip(classes, picks, strict=True):

@@ -44,7 +44,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a solver run ended with: whether it found a point, its goal's value there, and the proven bound."""
+    """What a solver run ended with: whether it found a point, the goal's value there, the proven bound."""
 
     found: bool
     value: float
@@ -97,7 +97,7 @@ def optimise(lp: pulp.LpProblem, goal: Any, sense: int, effort: Effort) -> Outco
         lp.solve(_Highs(msg=False, threads=1, timeLimit=effort.seconds, mip_max_nodes=effort.nodes, **gaps))
         if lp.solverModel.getModelStatus() != highspy.HighsModelStatus.kNotset:
             break
-        # HiGHS refuses to run, without an exception, once it ran with another number of threads in this process
+        # HiGHS will not run, without an exception, once it ran with another number of threads in this process
         highspy.Highs.resetGlobalScheduler(True)
     info, sign = lp.solverModel.getInfo(), -1.0 if sense == pulp.LpMaximize else 1.0
     bound = info.mip_dual_bound if lp.isMIP() else info.objective_function_value
@@ -113,7 +113,7 @@ def _integral(lp: pulp.LpProblem) -> bool:
 def solve(program: Program) -> Solution:
     """Return the best patterns, their bound, and the processor time [s] of finding them.
 
-    Raises Unplaceable when the forced counts do not fit, the demand cannot be reached, or nothing fits at all.
+    Raises Unplaceable when forced counts do not fit, a demand cannot be reached, or nothing fits at all.
     """
     start = process_time()
     model = build(program)
@@ -121,7 +121,8 @@ def solve(program: Program) -> Solution:
     goal = model.rate if program.objective == "max_goodput" else model.gpus
     step = 0.0 if program.objective == "max_goodput" else 1.0
     first = optimise(model.lp, goal, sense, Effort(program.gap, program.time_limit_s, GOAL_NODES, step))
-    if not first.found or (program.objective == "max_goodput" and first.value <= 0 and program.counts is None):
+    nothing = program.objective == "max_goodput" and program.counts is None and first.value <= 0
+    if not first.found or nothing:
         raise Unplaceable(_why(program, model, first))
     hosted = _settle_ties(program, model, goal, first, _hosted(model))
     seconds = process_time() - start
@@ -167,20 +168,22 @@ def _why(program: Program, model: Model, first: Outcome) -> str:
         return _why_counts(program.counts, have)
     hosts = {block.candidate for each in model.classes for p in each.patterns for block in p.blocks}
     phases = {model.candidates[c].phase for c in hosts}
-    for phase in sorted({c.phase for c in program.candidates} | ({"decode"} if "prefill" in phases else set())):
+    needed = {c.phase for c in program.candidates} | ({"prefill", "decode"} - {"aggregated"})
+    for phase in sorted(needed):
         if phase not in phases:
             return f"no {phase} instance fits on this cluster ({_show(have)})"
     if program.objective == "max_goodput":
         return "no KV cache can get from a prefill to a decode instance: they share no pool, and no network"
     most = solve(replace(program, objective="max_goodput", rate_rps=None)).bound_rps
-    return f"the demand of {program.rate_rps:.4g} requests/s cannot be met: at most {most:.4g} on {_show(have)}"
+    return f"{_show(have)} cannot meet {program.rate_rps:.4g} requests/s: at most {most:.4g}"
 
 
 def _why_counts(counts: Mapping[Kind, int], have: Counter[str]) -> str:
     need: Counter[str] = Counter()
     for (_, layout, gpu), number in counts.items():
         need[gpu] += layout.gpus * number
-    wanted = ", ".join(f"{number} x {phase} {layout}" for (phase, layout, _), number in sorted(counts.items()))
+    kinds = sorted(counts.items())
+    wanted = ", ".join(f"{number} x {phase} {layout}" for (phase, layout, _), number in kinds)
     if any(need[gpu] > have[gpu] for gpu in need):
         return f"{wanted} take {_show(need)}, but the cluster has {_show(have)}"
     return f"{wanted} do not pack into the nodes and fast-linked groups of {_show(have)}"
@@ -190,7 +193,9 @@ def _show(gpus: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {gpu}" for gpu, number in sorted(gpus.items())) or "no GPUs"
 
 
-def capacity_bound(topology: Topology | Site, candidates: Sequence[Candidate], kv_bytes_per_request: float) -> float:
+def capacity_bound(
+    topology: Topology | Site, candidates: Sequence[Candidate], kv_bytes_per_request: float
+) -> float:
     """Return a rate [requests/s] that no placement of any numbers of these candidates can exceed.
 
     Give it saturation rates: what one instance does when it never waits. The network counts only where every
@@ -198,7 +203,8 @@ def capacity_bound(topology: Topology | Site, candidates: Sequence[Candidate], k
     """
     program = Program(topology, tuple(candidates), kv_bytes_per_request)
     model = build(program)
-    if any(model.candidates[c].layout.pp > s for each in model.classes for p in each.patterns for c, s in p.blocks):
+    blocks = {block for each in model.classes for pattern in each.patterns for block in pattern.blocks}
+    if any(model.candidates[c].layout.pp > stages for c, stages in blocks):
         model = build(replace(program, topology=_wired(site(topology)), kv_bytes_per_request=0.0))
     outcome = optimise(model.lp, model.rate, pulp.LpMaximize, Effort(1e-3, 10.0, GOAL_NODES))
     return max(outcome.bound, 0.0) * model.scale_rps

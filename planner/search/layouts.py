@@ -15,7 +15,7 @@ from planner.specs.model import ModelSpec
 PREFILL_BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kind:
     """One kind of instance: everything but where it stands."""
 

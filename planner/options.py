@@ -1,0 +1,297 @@
+"""A way to serve the load: searched, placed on named GPUs, and proven by replay on the real links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from planner.placement.base import Candidate, Placement, Program, Unplaceable
+from planner.placement.assign import place
+from planner.placement.solve import capacity_bound
+from planner.replay import Placed, Report, claim, place_on, report, system_settings
+from planner.search.goodput import Rate, Trial, goodput_rps
+from planner.search.joint import (
+    SLACK,
+    Combination,
+    Scored,
+    Space,
+    aggregated,
+    disaggregated,
+    fewest_gpus,
+    largest,
+    most_goodput,
+)
+from planner.search.kinds import Kinds
+from planner.search.layouts import Kind
+from planner.search.pools import pool_rps
+from planner.sources.problem import Problem
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Option:
+    """One way to serve, its replayed goodput, and what else came close."""
+
+    placed: Placed
+    rate: Rate
+    report: Report
+    program: Placement | None
+    """The program's own optimum over all kinds, with its bound and gap (None for the aggregated way)."""
+    ranked: tuple[Scored, ...]
+    replayed: tuple[tuple[Scored, float], ...]
+    """The candidates that were placed, with their goodput on the real network."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all."""
+        return self.placed.gpus
+
+    @property
+    def per_gpu_rps(self) -> float:
+        """Claimed goodput per GPU [requests/s]."""
+        return self.rate.goodput_rps / self.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """Short simulations to rank candidates, long ones to quote from."""
+
+    ranking: Trial
+    quoting: Trial
+
+
+def space_of(problem: Problem) -> Space:
+    """Return the room that the cluster offers, per GPU type."""
+    units = problem.topology.units()
+    sizes = {name: tuple(len(u.gpus) for u in units if u.gpu.name == name) for name in problem.gpus}
+    return Space({name: sum(size) for name, size in sizes.items()}, sizes)
+
+
+def trials_for(problem: Problem, kinds: Kinds) -> Trials:
+    """Return the conditions of comparison: one simulated time for all, long enough to fill the decode side.
+
+    It is set by the load, or by the most that the cluster could possibly serve, so that no candidate sees fewer
+    seconds than another. Twice the time of a long answer (p90) is the least that makes sense.
+    """
+    combos = everything(problem, kinds, space_of(problem))
+    fastest_rps = problem.rate_rps or max((c.bound_rps for c in combos), default=1.0)
+    output = problem.workload.percentiles["output_tokens"]["p90"]
+    floor_s = 2.0 * output * max(slo.tpot_s for slo in problem.slos)
+    search = problem.search
+
+    def trial(requests: int) -> Trial:
+        return Trial(problem.workload, problem.slos, max(requests / fastest_rps, floor_s), problem.seed)
+
+    return Trials(trial(search.requests), trial(search.replay_requests))
+
+
+def everything(problem: Problem, kinds: Kinds, space: Space) -> list[Combination]:
+    """Return all combinations, of both ways to serve."""
+    pairs = disaggregated(kinds.prefill, kinds.decode, kinds.saturation, space)
+    return pairs + aggregated(kinds.aggregated, kinds.saturation, space)
+
+
+def best_disaggregated(problem: Problem, kinds: Kinds, trials: Trials, progress: Progress) -> Option | None:
+    """Return the best disaggregated plan, or None when there is none that meets the SLO at any rate."""
+    space = space_of(problem)
+    combos = disaggregated(kinds.prefill, kinds.decode, kinds.saturation, space)
+    progress(f"ranking {len(combos)} disaggregated combinations")
+    ranked = _rank(problem, trials, combos)
+    best, replayed = _replay_finalists(problem, kinds, trials, ranked, progress)
+    if best is None:
+        return None
+    progress("solving the placement program")
+    best, program = _improve_by_program(problem, kinds, trials, best, replayed)
+    return _quoted(problem, trials, best, program, ranked, replayed, progress)
+
+
+def best_aggregated(
+    problem: Problem, kinds: Kinds, trials: Trials, progress: Progress, gpus: int | None = None
+) -> Option | None:
+    """Return the best aggregated plan (on at most `gpus` GPUs), or None when none meets the SLO at any rate."""
+    space = space_of(problem)
+    combos = [c for c in aggregated(kinds.aggregated, kinds.saturation, space) if gpus is None or c.gpus <= gpus]
+    progress(f"ranking {len(combos)} aggregated combinations")
+    ranked = _rank(problem, trials, combos)
+    best, replayed = _replay_finalists(problem, kinds, trials, ranked, progress)
+    return None if best is None else _quoted(problem, trials, best, None, ranked, replayed, progress)
+
+
+def _rank(problem: Problem, trials: Trials, combos: list[Combination]) -> list[Scored]:
+    """Return the promising combinations for the objective, best first, with the network still free."""
+    settings = system_settings(problem)
+    kv_bytes = settings.pop("kv_bytes_per_token")
+    if problem.objective == "min_gpus" and problem.rate_rps is not None:
+        ranked = fewest_gpus(trials.ranking, combos, problem.rate_rps, kv_bytes, settings)
+        if ranked:
+            return ranked
+    return most_goodput(trials.ranking, largest(combos), kv_bytes, settings, keep=problem.search.finalists)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Finalist:
+    scored: Scored
+    placed: Placed
+    goodput_rps: float
+
+
+def _replay_finalists(
+    problem: Problem, kinds: Kinds, trials: Trials, ranked: Sequence[Scored], progress: Progress
+) -> tuple[_Finalist | None, tuple[tuple[Scored, float], ...]]:
+    """Place the best candidates and measure them on the real links, until the rest cannot win.
+
+    What the free network gave is an upper limit, so a candidate below the best replay so far is out.
+    """
+    best: _Finalist | None = None
+    replayed = []
+    for one in ranked[: 3 * problem.search.finalists]:
+        enough = len(replayed) >= problem.search.finalists
+        if best is not None and (enough or one.goodput_rps <= best.goodput_rps * SLACK):
+            break
+        progress(f"placing {one.combination}")
+        finalist = _replayed(problem, kinds, trials, one)
+        if finalist is None:
+            continue
+        replayed.append((one, finalist.goodput_rps))
+        if _better(problem, finalist, best):
+            best = finalist
+    return best, tuple(replayed)
+
+
+def _better(problem: Problem, new: _Finalist, old: _Finalist | None) -> bool:
+    """Return True when `new` serves the objective better."""
+    if new.goodput_rps <= 0:
+        return False
+    if old is None:
+        return True
+    if problem.objective == "min_gpus" and problem.rate_rps is not None:
+        serves = [f.goodput_rps >= problem.rate_rps for f in (new, old)]
+        if serves[0] != serves[1]:
+            return serves[0]
+        if serves[0] and new.placed.gpus != old.placed.gpus:
+            return new.placed.gpus < old.placed.gpus
+    return new.goodput_rps > old.goodput_rps * SLACK
+
+
+def _replayed(problem: Problem, kinds: Kinds, trials: Trials, one: Scored) -> _Finalist | None:
+    """Return the candidate on named GPUs, measured; None when it cannot be placed."""
+    counts = {kind.key: count for kind, count in one.combination.kinds}
+    candidates = tuple(
+        Candidate(*kind.key, max(one.goodput_rps / count, 1e-6)) for kind, count in one.combination.kinds
+    )
+    try:
+        placement = place(_program(problem, candidates, counts=counts))
+    except Unplaceable:
+        return None
+    by_key = {kind.key: kind for kind, _ in one.combination.kinds}
+    return _measured(problem, trials, one, placement, by_key)
+
+
+def _measured(
+    problem: Problem, trials: Trials, one: Scored, placement: Placement, by_key: dict
+) -> _Finalist:
+    """Return a placement with its goodput; KV goes to every decode instance, or along the program's flows if better."""
+    placed = place_on(problem, placement, by_key)
+    trial = trials.ranking
+    goodput = goodput_rps(trial, placed.system, one.goodput_rps, 0.02)
+    if goodput < one.goodput_rps * 0.97 and len(placed.routes) > 1:  # the network costs something: fewer ways may cost less
+        narrow = place_on(problem, placement, by_key, all_pairs=False)
+        if narrow.routes.keys() != placed.routes.keys():
+            other = goodput_rps(trial, narrow.system, max(goodput, 0.5 * one.goodput_rps), 0.02)
+            if other > goodput * SLACK:
+                placed, goodput = narrow, other
+    return _Finalist(one, placed, goodput)
+
+
+def _program(problem: Problem, candidates: Iterable[Candidate], **more: object) -> Program:
+    model, workload = problem.model, problem.workload
+    kv_bytes = model.kv_bytes_per_token * workload.mean_prompt_tokens
+    return Program(problem.topology, tuple(candidates), kv_bytes, **more)  # type: ignore[arg-type]
+
+
+def _improve_by_program(
+    problem: Problem, kinds: Kinds, trials: Trials, best: _Finalist, replayed: tuple
+) -> tuple[_Finalist, Placement | None]:
+    """Solve the program over all kinds with pool rates, and take its answer where the replay says it is better.
+
+    Its rates are those of pools of the size it uses, measured again until they agree (three rounds at most).
+    """
+    sizes = {kind: count for kind, count in best.scored.combination.kinds}
+    program: Placement | None = None
+    rates: dict[tuple[Kind, int], float] = {}
+    for _ in range(3):
+        candidates = _rated(problem, kinds, trials, sizes, rates)
+        try:
+            program = place(_program(problem, candidates, objective=problem.objective, rate_rps=_cap(problem)))
+        except Unplaceable:
+            return best, program
+        used = _sizes_used(kinds, program)
+        if all(sizes.get(kind) == count for kind, count in used.items()):
+            break
+        sizes = used
+    assert program is not None
+    by_key = {kind.key: kind for kind in (*kinds.prefill, *kinds.decode)}
+    combination = Combination(tuple(used.items()), program.value_rps)
+    if _counts(combination) == _counts(best.scored.combination) or len(used) < 2:
+        return best, program
+    challenger = _measured(problem, trials, Scored(combination, program.value_rps), program, by_key)
+    return (challenger if _better(problem, challenger, best) else best), program
+
+
+def _cap(problem: Problem) -> float | None:
+    return problem.rate_rps if problem.objective == "min_gpus" else None
+
+
+def _counts(combination: Combination) -> dict:
+    return {kind.key: count for kind, count in combination.kinds}
+
+
+def _sizes_used(kinds: Kinds, placement: Placement) -> dict[Kind, int]:
+    """Return how many instances of each kind a placement has."""
+    used: dict[Kind, int] = {}
+    for kind in (*kinds.prefill, *kinds.decode):
+        if count := sum(one.kind == kind.key for one in placement.instances):
+            used[kind] = count
+    return used
+
+
+def _rated(
+    problem: Problem, kinds: Kinds, trials: Trials, sizes: dict[Kind, int], rates: dict[tuple[Kind, int], float]
+) -> list[Candidate]:
+    """Return every kind with its rate in a pool of the size at hand: its own, or the one that would replace its phase's."""
+    settings = system_settings(problem)
+    candidates = []
+    for kind in (*kinds.prefill, *kinds.decode):
+        taken = sum(other.gpus * count for other, count in sizes.items() if (other.phase, other.gpu) == (kind.phase, kind.gpu))
+        count = sizes.get(kind) or max(taken // kind.gpus, 1)
+        if (kind, count) not in rates:
+            rates[kind, count] = pool_rps(trials.ranking, kind, count, kinds.saturation[kind], settings)
+        if rates[kind, count] > 0:
+            candidates.append(Candidate(*kind.key, rates[kind, count]))
+    return candidates
+
+
+def _quoted(
+    problem: Problem, trials: Trials, best: _Finalist, program: Placement | None, ranked: Sequence[Scored],
+    replayed: tuple, progress: Progress,
+) -> Option:
+    """Return the finalist with its claim over several seeds."""
+    progress(f"replaying {best.placed.layout} with {problem.search.seeds} seeds")
+    rate = claim(problem, trials.quoting, best.placed, best.goodput_rps)
+    at_rps = min(rate.goodput_rps, problem.rate_rps or rate.goodput_rps) or 1e-3
+    figures = report(problem, trials.quoting, best.placed, at_rps)
+    return Option(best.placed, rate, figures, program, tuple(ranked), replayed)
+
+
+def capacity_bound_rps(problem: Problem, kinds: Kinds) -> float:
+    """Return the rate that no disaggregated placement on this cluster can exceed: the program at saturation rates."""
+    candidates = [Candidate(*kind.key, kinds.saturation[kind]) for kind in (*kinds.prefill, *kinds.decode)]
+    kv_bytes = problem.model.kv_bytes_per_token * problem.workload.mean_prompt_tokens
+    return capacity_bound(problem.topology, candidates, kv_bytes)
+
+
+def free_network_rps(problem: Problem, trials: Trials, option: Option) -> float:
+    """Return the option's goodput if moving KV cost nothing, to tell what the network costs it."""
+    free = replace(option.placed.system, paths=None, link_bytes_per_s=())
+    return goodput_rps(trials.ranking, free, option.rate.goodput_rps or 1.0, 0.02)

@@ -1,0 +1,69 @@
+"""The planner on one screen: a problem in, a proven plan out. Each step has its module; the order is here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.options import (
+    Option,
+    Trials,
+    best_aggregated,
+    best_disaggregated,
+    capacity_bound_rps,
+    trials_for,
+)
+from planner.search.kinds import Kinds, find_kinds
+from planner.sources.problem import Problem
+from planner.verdict import Verdict, infeasible, judge
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Everything that was found out about a problem. `report.py` shows it, `emit/` turns it into files."""
+
+    problem: Problem
+    kinds: Kinds
+    trials: Trials
+    verdict: Verdict
+    chosen: Option
+    disaggregated: Option | None
+    aggregated: Option | None
+    capacity_bound_rps: float
+    cpu_s: float
+
+
+def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
+    """Return the plan that serves the problem's workload best, proven in simulation.
+
+    Raises InputError when the model fits nowhere, InfeasibleError when no plan meets the SLO.
+    """
+    started_s = time.process_time()
+
+    # 1. profile -> cost models -> every legal instance, and why the others are not
+    progress("fitting cost models")
+    kinds = find_kinds(problem)
+    trials = trials_for(problem, kinds)
+
+    # 2. joint search on a free network -> placement program -> named GPUs -> check -> replay on the real links
+    disaggregated = best_disaggregated(problem, kinds, trials, progress)
+
+    # 3. the same for the aggregated (colocated, chunked-prefill) way on as many GPUs
+    gpus = disaggregated.gpus if disaggregated is not None and problem.objective == "max_goodput" else None
+    aggregated = best_aggregated(problem, kinds, trials, progress, gpus)
+
+    # 4. which one, by how much, and why
+    able = [option for option in (disaggregated, aggregated) if option is not None and option.rate.goodput_rps > 0]
+    if not able:
+        raise infeasible(problem, kinds)
+    progress("comparing")
+    verdict = judge(problem, trials, disaggregated, aggregated)
+    chosen = disaggregated if verdict.mode == "disaggregated" else aggregated
+    assert chosen is not None
+    bound_rps = capacity_bound_rps(problem, kinds)
+    return Plan(
+        problem, kinds, trials, verdict, chosen, disaggregated, aggregated, bound_rps, time.process_time() - started_s
+    )

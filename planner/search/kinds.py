@@ -1,0 +1,180 @@
+"""From a problem to the kinds of instances worth considering: cost models, legality, engine limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import inf
+
+from planner.cost.base import CostModel
+from planner.cost.fit import fit, unprofiled, with_stages
+from planner.errors import InputError
+from planner.search.layouts import Kind, Rejected, efficient_budget, pipelines, rejected_or_blocks
+from planner.search.saturation import saturation_rps
+from planner.simulator.cluster import Limits
+from planner.sources.problem import Problem
+from planner.specs.cluster import EFFICIENCY
+from planner.specs.gpu import Gpu
+from planner.specs.layout import Layout
+from planner.specs.topology import GpuId, Unit
+
+_DOMINATED = 0.4
+"""A layout that saturates below this share of the best one's rate per GPU is not worth a simulation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What can be built, what it saturates at [requests/s per instance], and what was left out, with the reason."""
+
+    prefill: tuple[Kind, ...]
+    decode: tuple[Kind, ...]
+    aggregated: tuple[Kind, ...]
+    saturation: dict[Kind, float]
+    rejected: tuple[Rejected, ...]
+    costs: tuple[CostModel, ...]
+    """One per GPU type and tensor-parallel degree, for the fit report."""
+    all_legal: tuple[Kind, ...] = ()
+    """Before the dominated ones were dropped."""
+
+
+def find_kinds(problem: Problem) -> Kinds:
+    """Return every kind of instance worth considering. Raises InputError when the model fits nowhere."""
+    rejected: list[Rejected] = []
+    kinds: list[Kind] = []
+    costs: list[CostModel] = []
+    for gpu in problem.gpus.values():
+        degrees = dict(_degrees(problem, gpu, rejected))
+        costs += degrees.values()
+        found = list(_kinds(problem, gpu, degrees, problem.search.max_pp, rejected))
+        if not found:  # too large for that few stages: try more before giving up
+            found = list(_kinds(problem, gpu, degrees, 16, rejected, above=problem.search.max_pp))
+        kinds += found
+    if not kinds:
+        raise InputError(_fits_nowhere(problem, rejected))
+    saturation = {kind: saturation_rps(kind, problem.workload, problem.slos) for kind in kinds}
+    kept = _worthwhile(kinds, saturation, rejected)
+    by_phase = {phase: tuple(kind for kind in kept if kind.phase == phase) for phase in ("prefill", "decode", "aggregated")}
+    return Kinds(**by_phase, saturation=saturation, rejected=tuple(rejected), costs=tuple(costs), all_legal=tuple(kinds))
+
+
+def _degrees(problem: Problem, gpu: Gpu, rejected: list[Rejected]) -> Iterator[tuple[int, CostModel]]:
+    """Yield the tensor-parallel degrees that are legal and of known cost, with their one-stage cost models."""
+    profile = problem.profile_of(gpu)
+    unit = _largest_unit(problem, gpu)
+    for tp in range(1, min(problem.search.max_tp, len(unit.gpus)) + 1):
+        if (fault := problem.model.tp_fault(tp)) is not None:
+            if tp & (tp - 1) == 0:  # nobody asks why TP7 is missing
+                rejected.append(Rejected("any", Layout(tp), gpu.name, fault))
+        elif profile is None:
+            yield tp, unprofiled(problem.model, gpu, tp, *_ring(problem, _tp_group(problem, unit, tp)))
+        elif tp not in profile.tps:
+            rejected.append(Rejected("any", Layout(tp), gpu.name, f"not measured in profile {profile.name}"))
+        elif not _joined(problem, _tp_group(problem, unit, tp)):
+            reason = f"profile {profile.name} measured NVLink, but here {tp} GPUs are not all joined by it"
+            rejected.append(Rejected("any", Layout(tp), gpu.name, reason))
+        else:
+            yield tp, fit(profile, problem.model, gpu, tp)
+
+
+def _largest_unit(problem: Problem, gpu: Gpu) -> Unit:
+    return max((u for u in problem.topology.units() if u.gpu.name == gpu.name), key=lambda u: len(u.gpus))
+
+
+def _tp_group(problem: Problem, unit: Unit, tp: int) -> tuple[GpuId, ...]:
+    """Return the best-joined `tp` GPUs of a unit: within one fast group if one is large enough."""
+    groups = [
+        tuple(GpuId(node, index) for index in group)
+        for node in unit.nodes for group in problem.topology.node(node).tp_groups
+    ]
+    fast = next((group for group in groups if len(group) >= tp), unit.gpus)
+    return fast[:tp]
+
+
+def _ring(problem: Problem, group: tuple[GpuId, ...]) -> tuple[float, float]:
+    """Return line rate [bytes/s] and latency [s] of the slowest step of a ring (the law applies its own efficiency)."""
+    links = problem.topology.links
+    steps = list(zip(group, group[1:] + group[:1], strict=True)) if len(group) > 1 else []
+    rates = [min(links[i].nominal_bytes_per_s for i in problem.topology.path(a, b)) for a, b in steps]
+    return min(rates, default=inf), problem.topology.rank_link(group)[1]
+
+
+def _joined(problem: Problem, group: tuple[GpuId, ...]) -> bool:
+    """Return True when every pair of the group's ring talks over NVLink alone."""
+    topology = problem.topology
+    steps = zip(group, group[1:] + group[:1], strict=True) if len(group) > 1 else ()
+    return all(topology.links[i].kind.startswith("nv") for a, b in steps for i in topology.path(a, b))
+
+
+def _kinds(
+    problem: Problem, gpu: Gpu, degrees: dict[int, CostModel], max_pp: int, rejected: list[Rejected], above: int = 0
+) -> Iterator[Kind]:
+    """Yield the legal kinds of one GPU type, aggregated ones with each of their token budgets."""
+    longest = int((problem.workload.table.prompt_tokens + problem.workload.table.output_tokens).max())
+    total = sum(len(u.gpus) for u in problem.topology.units() if u.gpu.name == gpu.name)
+    for tp, cost in degrees.items():
+        for pp in pipelines(problem.model, max_pp):
+            layout = Layout(tp, pp)
+            if pp <= above or layout.gpus > total:
+                continue
+            staged = with_stages(cost, problem.model, pp, *_between_stages(problem, gpu, layout))
+            budget = problem.engine.prefill_tokens or efficient_budget(staged, longest)
+            yield from _if_legal(problem, gpu, staged, "prefill", budget, longest, rejected)
+            yield from _if_legal(problem, gpu, staged, "decode", problem.engine.max_batch, longest, rejected)
+            for chunk in problem.engine.chunk_tokens:
+                yield from _if_legal(problem, gpu, staged, "aggregated", chunk, longest, rejected)
+
+
+def _between_stages(problem: Problem, gpu: Gpu, layout: Layout) -> tuple[float, float]:
+    """Return the bandwidth [bytes/s] and latency [s] from one pipeline stage to the next, where they are likely to lie."""
+    units = [unit for unit in problem.topology.units() if unit.gpu.name == gpu.name]
+    unit = _largest_unit(problem, gpu)
+    if layout.pp == 1:
+        return inf, 0.0
+    other = unit.gpus[layout.tp] if layout.gpus <= len(unit.gpus) else units[-1].gpus[0]
+    topology = problem.topology
+    return topology.path_bytes_per_s(unit.gpus[0], other), topology.path_latency_s(unit.gpus[0], other)
+
+
+def _if_legal(
+    problem: Problem, gpu: Gpu, cost: CostModel, phase: str, max_tokens: int, longest: int, rejected: list[Rejected]
+) -> Iterator[Kind]:
+    """Yield the kind if it is legal, else note why not."""
+    engine, layout = problem.engine, cost.layout
+    held = longest if phase != "prefill" else int(problem.workload.table.prompt_tokens.max())
+    unit_gpus = len(_largest_unit(problem, gpu).gpus)
+    verdict = rejected_or_blocks(problem.model, gpu, layout, engine, max_tokens, held, unit_gpus)
+    profile = problem.profile_of(gpu)
+    measured = profile.kv_tokens_at(layout.tp, layout.pp) if profile else None
+    if isinstance(verdict, int) and measured is not None:
+        verdict = measured // engine.block_tokens
+    if isinstance(verdict, str):
+        rejected.append(Rejected(phase, layout, gpu.name, verdict))
+        return
+    swap = gpu.host_bytes_per_s * EFFICIENCY["pcie"][0] * layout.gpus
+    batch = engine.max_prefill_batch if phase == "prefill" else engine.max_batch
+    yield Kind(phase, layout, gpu.name, cost, Limits(batch, max_tokens, verdict, engine.block_tokens, swap))  # type: ignore[arg-type]
+
+
+def _worthwhile(kinds: list[Kind], saturation: dict[Kind, float], rejected: list[Rejected]) -> list[Kind]:
+    """Return the kinds without those whose saturation per GPU is far below the best of their phase and GPU type."""
+    kept = []
+    for kind in kinds:
+        best = max(saturation[k] / k.gpus for k in kinds if (k.phase, k.gpu) == (kind.phase, kind.gpu))
+        mine = saturation[kind] / kind.gpus
+        if mine <= 0:
+            rejected.append(Rejected(kind.phase, kind.layout, kind.gpu, "not even one request alone meets the TPOT bound"))
+        elif mine < _DOMINATED * best:
+            reason = f"saturates at {mine:.3g} requests/s per GPU, where another layout reaches {best:.3g}"
+            rejected.append(Rejected(kind.phase, kind.layout, kind.gpu, reason))
+        else:
+            kept.append(kind)
+    return kept
+
+
+def _fits_nowhere(problem: Problem, rejected: Iterable[Rejected]) -> str:
+    """Return one line that says that the model fits on no layout, and the reason of the largest one tried."""
+    cluster = ", ".join(problem.gpus)
+    last = max(rejected, key=lambda r: (r.layout.gpus, r.layout), default=None)
+    why = f"; {last.layout} on {last.gpu}: {last.reason}" if last else ""
+    return f"{problem.model.name} fits on no layout of {problem.topology.name} ({cluster}){why}"
+
