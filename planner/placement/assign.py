@@ -35,7 +35,7 @@ from planner.placement.solve import GOAL_NODES, Effort, Hosted, Solution, optimi
 from planner.specs.topology import GpuId, Topology
 
 Stage = tuple[GpuId, ...]
-_NOTHING = 1e-9
+_NOTHING = 1e-7
 """Flows below this share of the largest rate are solver dust."""
 
 

@@ -167,9 +167,10 @@ def _network(program: Program, placement: Placement, pools: Mapping[GpuId, Pool]
         most["out of", pool.name], most["into", pool.name] = pool.egress_bytes_per_s, pool.ingress_bytes_per_s
     for rack, uplink in place.uplinks.items():
         most["out of", "rack " + rack], most["into", "rack " + rack] = uplink
+    dust = _SLACK * placement.value_rps * kv_bytes  # a solver's zero is not quite zero
     for (way, where), used in sorted(sent.items()):
-        if used > most.get((way, where), inf) * (1 + _SLACK):
-            yield f"{used / 1e9:.4g} GB/s of KV {way} {where}, which carries {most[way, where] / 1e9:.4g} GB/s"
+        if used > (limit := most.get((way, where), inf)) * (1 + _SLACK) + dust:
+            yield f"{used / 1e9:.4g} GB/s of KV {way} {where}, which carries {limit / 1e9:.4g} GB/s"
 
 
 def _objective(program: Program, placement: Placement) -> Iterator[str]:

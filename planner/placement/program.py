@@ -208,7 +208,7 @@ def flow_limits(pattern: Pattern, scale_rps: float, egress: float, ingress: floa
     own = min(pattern.own_prefill_rps, pattern.own_decode_rps) / scale_rps
     sent, received = min(prefill, out + own), min(decode, into + own)
     either = min(sent + into, out + received)
-    return (out, into, own, sent, received, either, min(sent + received, own + either))
+    return (out, own, into, sent, received, either, min(sent + received, own + either))
 
 
 def _instances(
