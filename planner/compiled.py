@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba import types
 
 _SOURCES = ("compiled.py", "cost/kernel.py", "policies/*.py", "simulator/*.py")
 
@@ -36,6 +37,26 @@ def compiled(function: Callable[..., Any]) -> Any:
     before = numba.config.CACHE_DIR
     try:
         numba.config.CACHE_DIR = str(cache_folder())
-        return numba.njit(cache=True)(function)
+        return _one_variant(numba.njit(cache=True)(function))
     finally:
         numba.config.CACHE_DIR = before
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Return `function` for use inside compiled code only: no wrapper for Python is made, nor a cache of its own.
+
+    The outermost function's cache holds it all; with wrappers for each, compiling took twice as long.
+    """
+    return _one_variant(numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
+
+
+def _one_variant(dispatcher: Any) -> Any:
+    """Return the dispatcher without a variant per constant argument: `f(x, 0)` and `f(x, n)` share their code."""
+    resolve = dispatcher.get_call_template
+
+    def without_literals(args: Any, kws: Any) -> Any:
+        plain = {name: types.unliteral(kind) for name, kind in kws.items()}
+        return resolve([types.unliteral(kind) for kind in args], plain)
+
+    dispatcher.get_call_template = without_literals
+    return dispatcher

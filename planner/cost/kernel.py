@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from math import exp, log
 
-from planner.compiled import compiled
+from planner.compiled import compiled, inlined
 
 FAMILY = 0
 LINEAR, ROOFLINE = 0, 1
@@ -24,20 +24,20 @@ LINEAR, ROOFLINE = 0, 1
 SIZE = 20
 
 
-@compiled
+@inlined
 def _linear_prefill_s(p, tokens, attended):
     """a + b sum(n) + c sum(n^2 + 2nk)  [s]   (DistServe, OSDI '24, appendix A; 2nk is our cached prefix)."""
     return p[1] + p[2] * tokens + p[3] * attended
 
 
-@compiled
+@inlined
 def _linear_decode_s(p, decodes, context):
     """a + b B + c sum(k)  [s], in two regimes of the batch size B (DistServe's artifact)."""
     at = 4 if decodes < p[10] else 7
     return p[at] + p[at + 1] * decodes + p[at + 2] * context
 
 
-@compiled
+@inlined
 def _linear_s(p, tokens, attended, decodes, context):
     """A mixed step runs its prefill tokens and its decode tokens through the same matrices once.
 
@@ -54,7 +54,7 @@ def _linear_s(p, tokens, attended, decodes, context):
     return max(mixed, _linear_decode_s(p, decodes, context))
 
 
-@compiled
+@inlined
 def _soft_max(x, y, sharpness):
     """(x^q + y^q)^(1/q): near max(x, y), smooth where both matter."""
     big = max(x, y)
@@ -64,7 +64,7 @@ def _soft_max(x, y, sharpness):
     return big * (1.0 + exp(sharpness * (log(small) - log(big)))) ** (1.0 / sharpness)
 
 
-@compiled
+@inlined
 def _roofline_s(p, prefills, tokens, attended, decodes, context):
     """overhead + softmax_q(compute, memory, launches) + sampling + collectives  [s].
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isclose
 from typing import Any, NamedTuple
 
 import pulp
@@ -35,6 +35,7 @@ from planner.placement.solve import GOAL_NODES, Effort, Hosted, Solution, optimi
 from planner.specs.topology import GpuId, Topology
 
 Stage = tuple[GpuId, ...]
+_TRIES = 3
 _NOTHING = 1e-7
 """Flows below this share of the largest rate are solver dust."""
 
@@ -44,10 +45,31 @@ def place(program: Program) -> Placement:
 
     Raises Unplaceable when there is none, InvariantError when it fails its own check.
     """
-    placement = _over_racks(program) or assign(program, solve(program))
+    placement = _over_racks(program) or _whole(program)
     if faults := check(program, placement):
         raise InvariantError("the placement fails its own check: " + "; ".join(faults))
     return placement
+
+
+def _whole(program: Program) -> Placement:
+    """Return the placement of the whole program; a demand that the named links cannot carry is aimed at higher."""
+    first = solve(program)
+    placement, aim = assign(program, first), program.rate_rps or 0.0
+    for _ in range(_TRIES):
+        if program.objective != "min_gpus" or placement.value_rps >= _reached(program) or placement.value_rps <= 0:
+            break
+        aim *= 1.001 * (program.rate_rps or 0.0) / placement.value_rps
+        more = solve(replace(program, rate_rps=aim))
+        more = replace(more, bound_rps=first.bound_rps, bound_gpus=first.bound_gpus)
+        placement = assign(program, replace(more, seconds=first.seconds + more.seconds))
+    if program.objective == "min_gpus" and placement.value_rps < _reached(program):
+        carried, wanted = placement.value_rps, program.rate_rps
+        raise Unplaceable(f"the links carry the KV of {carried:.4g} requests/s, not of {wanted:.4g}")
+    return placement
+
+
+def _reached(program: Program) -> float:
+    return (program.rate_rps or 0.0) * (1 - 1e-6)
 
 
 def _over_racks(program: Program) -> Placement | None:
@@ -60,26 +82,17 @@ def _over_racks(program: Program) -> Placement | None:
     if not real.uplinks:
         return None
     solution = solve(replace(program, topology=Site(real.pools)))
-    try:
-        placement = assign(program, solution)
-    except Unplaceable:
-        return None
-    return placement if placement.gap <= program.gap else None
+    placement = assign(program, solution)
+    met = program.objective == "max_goodput" or placement.value_rps >= _reached(program)
+    return placement if met and placement.gap <= program.gap else None
 
 
 def assign(program: Program, solution: Solution) -> Placement:
-    """Return the placement of a solution's patterns on named GPUs, with the flows these can really carry.
-
-    Raises Unplaceable when a demand that the program deemed reachable turns out not to be.
-    """
+    """Return the placement of a solution's patterns on named GPUs, with the flows these can really carry."""
     place = site(program.topology)
     seated = _name(_seat_all(place, solution), place)
     flows, value = _settle(program, place, solution, seated)
     instances = tuple(one.instance for one in seated)
-    if program.objective == "min_gpus" and value < (program.rate_rps or 0.0) * (1 - 1e-6):
-        raise Unplaceable(
-            f"on the fewest GPUs the network carries {value:.4g} of {program.rate_rps:.4g} requests/s"
-        )
     used = {gpu for instance in instances for gpu in instance.gpus}
     return Placement(
         instances=instances,
@@ -243,6 +256,8 @@ def _carry(program: Program, place: Site, seated: Sequence[Seated]) -> Carried:
     if program.rate_rps is not None:
         lp += total <= program.rate_rps / scale
     best = _optimise_in_turn(lp, [(total, 1), (given, -1), (peaks[0] + peaks[1], -1)])
+    round_values = [(program.rate_rps or 0.0) / scale, *(sum(one.rate_rps for one in side) / scale for side in sides)]
+    best = next((value for value in round_values if isclose(value, best, rel_tol=1e-7)), best)
     exact = scale * best / total.value() if best > 0 else 0.0  # later goals may cost dust of the first
     read = lambda some: {key: exact * max(0.0, var.varValue) for key, var in some.items()}  # noqa: E731
     return Carried(read(own), read(net), read(stay))

@@ -141,7 +141,7 @@ class Pool(NamedTuple):
 
 
 class Uplink(NamedTuple):
-    """What a rack can send to and receive from the other racks [bytes/s]."""
+    """What a rack can exchange with the other racks, or a GPU with all others, each way [bytes/s]."""
 
     egress_bytes_per_s: float
     ingress_bytes_per_s: float
@@ -149,10 +149,23 @@ class Uplink(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The cluster as the program sees it: pools, and the uplinks of those racks whose uplink can bind."""
+    """The cluster as the program sees it.
+
+    `uplinks` are of those racks whose uplink can bind; `ports` say, per GPU type, over which fastest link KV
+    leaves a GPU and enters it.
+    """
 
     pools: tuple[Pool, ...]
     uplinks: Mapping[str, Uplink] = field(default_factory=dict)
+    ports: Mapping[str, Uplink] = field(default_factory=dict)
+
+    def most_rps(self, candidate: Candidate, kv_bytes: float) -> float:
+        """Return the rate of one instance [requests/s], bound by the ports of its GPUs."""
+        port = self.ports.get(candidate.gpu)
+        if port is None or kv_bytes <= 0 or candidate.phase == "aggregated":
+            return candidate.rate_rps
+        speed = port.egress_bytes_per_s if candidate.phase == "prefill" else port.ingress_bytes_per_s
+        return min(candidate.rate_rps, candidate.layout.gpus * speed / kv_bytes)
 
     def rack(self, pool: Pool) -> str:
         """Return the pool's rack where its uplink can bind, else "" (one flat network)."""
@@ -179,7 +192,20 @@ def site(topology: Topology | Site) -> Site:
         rack: Uplink(topology.links[up].bytes_per_s, topology.links[down].bytes_per_s)
         for rack, (up, down) in sorted(topology.uplinks.items())
     }
-    return Site(pools, {rack: uplink for rack, uplink in uplinks.items() if _can_bind(rack, uplink, pools)})
+    binding = {rack: uplink for rack, uplink in uplinks.items() if _can_bind(rack, uplink, pools)}
+    return Site(pools, binding, _ports(topology))
+
+
+def _ports(topology: Topology) -> dict[str, Uplink]:
+    kind = {(node.name, index): node.gpu.name for node in topology.nodes for index in node.indices}
+    ports = {name: Uplink(0.0, 0.0) for name in kind.values()}
+    for link in topology.links:
+        for end, vertex in enumerate((link.source, link.target)):
+            if vertex.kind == "gpu":
+                speeds = list(ports[name := kind[vertex.owner, vertex.number]])
+                speeds[end] = max(speeds[end], link.bytes_per_s)
+                ports[name] = Uplink(*speeds)
+    return ports
 
 
 def _pool(topology: Topology, unit: Unit) -> Pool:

@@ -10,7 +10,7 @@ from math import inf
 from time import process_time
 
 from planner.placement.assign import assign
-from planner.placement.base import Candidate, Placement, Pool, Program, Unplaceable, site
+from planner.placement.base import Candidate, Placement, Pool, Program, Site, Unplaceable, site
 from planner.placement.patterns import Block, group_sizes, pack
 from planner.placement.solve import Hosted, Solution, capacity_bound
 
@@ -21,17 +21,25 @@ def place_greedily(program: Program) -> Placement:
     Raises Unplaceable when it finds no room for a prefill and a decode instance, or misses the demand.
     """
     start = process_time()
-    candidates = tuple(candidate for candidate in program.candidates if candidate.rate_rps > 0)
-    done = dict.fromkeys((candidate.phase for candidate in candidates), 0.0)
+    place = site(program.topology)
+    candidates = tuple(candidate for candidate in program.candidates if _leaves_room(candidate, place))
+    done: dict[str, float] = dict.fromkeys((candidate.phase for candidate in program.candidates), 0.0)
     hosted = tuple(
         Hosted((pool,), ((_fill(pool, candidates, done, program.rate_rps or inf), 1),))
-        for pool in site(program.topology).pools
+        for pool in place.pools
     )
     if not done or min(done.values()) == 0:
         raise Unplaceable("filling node after node leaves no room for every phase")
     seconds = process_time() - start
     bound = capacity_bound(program.topology, candidates, program.kv_bytes_per_request)
     return assign(program, Solution(candidates, hosted, bound, None, seconds, "greedy"))
+
+
+def _leaves_room(candidate: Candidate, place: Site) -> bool:
+    """False for an instance that would take more than half of its GPU type from the other phase."""
+    have = sum(len(pool.gpus) for pool in place.pools if pool.gpu == candidate.gpu)
+    shared = 1 if candidate.phase == "aggregated" else 2
+    return candidate.rate_rps > 0 and candidate.layout.gpus * shared <= have
 
 
 def _fill(

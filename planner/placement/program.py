@@ -88,7 +88,9 @@ class Units(NamedTuple):
 
 def build(program: Program) -> Model:
     """Return the model of `program`, without an objective. Raises InvariantError for a program without sense."""
-    place, candidates = site(program.topology), _wanted(program)
+    place = site(program.topology)
+    limits = {candidate: place.most_rps(candidate, program.kv_bytes_per_request) for candidate in _wanted(program)}
+    candidates = tuple(candidate._replace(rate_rps=rate) for candidate, rate in limits.items())
     classes = _classes(place, candidates, program.counts)
     scale = max((candidate.rate_rps for candidate in candidates), default=0.0) or 1.0
     lp = pulp.LpProblem("placement")

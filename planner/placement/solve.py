@@ -121,7 +121,7 @@ def solve(program: Program) -> Solution:
     goal = model.rate if program.objective == "max_goodput" else model.gpus
     step = 0.0 if program.objective == "max_goodput" else 1.0
     first = optimise(model.lp, goal, sense, Effort(program.gap, program.time_limit_s, GOAL_NODES, step))
-    nothing = program.objective == "max_goodput" and program.counts is None and first.value <= 0
+    nothing = program.objective == "max_goodput" and first.value <= 0
     if not first.found or nothing:
         raise Unplaceable(_why(program, model, first))
     hosted = _settle_ties(program, model, goal, first, _hosted(model))
@@ -164,12 +164,12 @@ def _why(program: Program, model: Model, first: Outcome) -> str:
     if model.lp.sol_status != pulp.LpSolutionInfeasible and not first.found:
         return f"no placement found within {program.time_limit_s:g} s"
     have = Counter(pool.gpu for pool in site(program.topology).pools for _ in pool.gpus)
-    if program.counts is not None:
+    if program.counts is not None and not first.found:
         return _why_counts(program.counts, have)
     hosts = {block.candidate for each in model.classes for p in each.patterns for block in p.blocks}
     phases = {model.candidates[c].phase for c in hosts}
-    needed = {c.phase for c in program.candidates} | ({"prefill", "decode"} - {"aggregated"})
-    for phase in sorted(needed):
+    aggregated = any(candidate.phase == "aggregated" for candidate in program.candidates)
+    for phase in ("aggregated",) if aggregated else ("prefill", "decode"):
         if phase not in phases:
             return f"no {phase} instance fits on this cluster ({_show(have)})"
     if program.objective == "max_goodput":
@@ -206,6 +206,8 @@ def capacity_bound(
     blocks = {block for each in model.classes for pattern in each.patterns for block in pattern.blocks}
     if any(model.candidates[c].layout.pp > stages for c, stages in blocks):
         model = build(replace(program, topology=_wired(site(topology)), kv_bytes_per_request=0.0))
+    if not any(model.picks):
+        return 0.0
     outcome = optimise(model.lp, model.rate, pulp.LpMaximize, Effort(1e-3, 10.0, GOAL_NODES))
     return max(outcome.bound, 0.0) * model.scale_rps
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.compiled import compiled
+from planner.compiled import inlined
 
 EVENT = np.dtype([("time_s", "f8"), ("serial", "i8"), ("kind", "i8"), ("who", "i8")])
 
 
-@compiled
+@inlined
 def _before(heap, a, b):
     if heap[a].time_s != heap[b].time_s:
         return heap[a].time_s < heap[b].time_s
     return heap[a].serial < heap[b].serial
 
 
-@compiled
+@inlined
 def _swap(heap, a, b):
     x, y = heap[a], heap[b]
     x.time_s, y.time_s = y.time_s, x.time_s
@@ -25,7 +25,7 @@ def _swap(heap, a, b):
     x.who, y.who = y.who, x.who
 
 
-@compiled
+@inlined
 def add_event(heap, count, serial, time_s, kind, who):
     """Add an event to a heap of `count` events."""
     at = count
@@ -35,7 +35,7 @@ def add_event(heap, count, serial, time_s, kind, who):
         at = (at - 1) // 2
 
 
-@compiled
+@inlined
 def drop_first(heap, count):
     """Remove the earliest of `count` events (read it at index 0 before)."""
     last = count - 1

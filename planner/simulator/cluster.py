@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.compiled import compiled
+from planner.compiled import compiled, inlined
 from planner.cost.base import CostModel
 from planner.cost.kernel import iteration_s
 from planner.policies.routing import decode_load, pick_least, work_left_s
@@ -190,7 +190,7 @@ def _run(w):
             arrived += 1
 
 
-@compiled
+@inlined
 def _lost(w):
     """Return True when some class has missed too often to reach its attainment."""
     for of_class in range(len(w.goal)):
@@ -199,7 +199,7 @@ def _lost(w):
     return False
 
 
-@compiled
+@inlined
 def _step_done(w, lane, now_s, horizon_s):
     """Finish the step of a lane that ends now, and start its next one. Nothing but steps happens before the horizon."""
     i = w.lane[lane].instance
@@ -214,7 +214,7 @@ def _step_done(w, lane, now_s, horizon_s):
             admit_pulls(w, i, now_s)
 
 
-@compiled
+@inlined
 def _dispatch(w, kind, who, now_s):
     if kind == BATCH_DONE:
         _prefilled(w, who, now_s)
@@ -224,7 +224,7 @@ def _dispatch(w, kind, who, now_s):
         begin_pull(w, who, now_s)
 
 
-@compiled
+@inlined
 def _arrive(w, r, now_s):
     """Send a new request to the instance with the least work left."""
     for i in range(len(w.instance)):
@@ -252,7 +252,7 @@ def _arrive(w, r, now_s):
             start_step(w, lane, now_s)
 
 
-@compiled
+@inlined
 def _step_length_s(w, i):
     """Return how long a decode step of all members of an aggregated instance takes [s]."""
     running, context = 0, 0
@@ -262,7 +262,7 @@ def _step_length_s(w, i):
     return iteration_s(w.law[i], 0, 0, 0.0, running, context)
 
 
-@compiled
+@inlined
 def _prefilled(w, first, now_s):
     """A prefill batch has left the pipeline: each request goes to a decode instance, or is done with one token."""
     i = w.request[first].prefill_at
@@ -283,7 +283,7 @@ def _prefilled(w, first, now_s):
     start_prefill(w, i, now_s)
 
 
-@compiled
+@inlined
 def _send_to_decode(w, r, i, now_s):
     """Queue request `r` at the decode instance with the least of its KV blocks spoken for."""
     for d in range(len(w.instance)):
@@ -300,7 +300,7 @@ def _send_to_decode(w, r, i, now_s):
     admit_pulls(w, d, now_s)
 
 
-@compiled
+@inlined
 def _pulled(w, r, now_s):
     """The KV of request `r` has arrived: prefill lets go of its blocks, decode lets it join at the next step."""
     p, d = w.request[r].prefill_at, w.request[r].decode_at

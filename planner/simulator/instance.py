@@ -6,7 +6,7 @@ nothing overtakes inside a pipeline, its whole passage is known when it enters (
 
 from __future__ import annotations
 
-from planner.compiled import compiled
+from planner.compiled import inlined
 from planner.cost.kernel import iteration_s
 from planner.policies.decode import admits, blocks_for
 from planner.policies.prefill import chunk_tokens, joins_batch
@@ -22,22 +22,22 @@ _NO_LIMIT = 1 << 40
 # ---- queues: one of waiting and one of swapped-out requests per instance, one joining and one chunking per lane
 
 
-@compiled
+@inlined
 def _swapped(w, i):
     return len(w.instance) + i
 
 
-@compiled
+@inlined
 def _joining(w, lane):
     return 2 * len(w.instance) + lane
 
 
-@compiled
+@inlined
 def _chunking(w, lane):
     return 2 * len(w.instance) + len(w.lane) + lane
 
 
-@compiled
+@inlined
 def schedule(w, time_s, kind, who):
     """Add an event to the clock."""
     add_event(w.event, w.scalar[0].events, w.scalar[0].serial, time_s, kind, who)
@@ -45,7 +45,7 @@ def schedule(w, time_s, kind, who):
     w.scalar[0].serial += 1
 
 
-@compiled
+@inlined
 def _schedule_step(w, time_s, lane):
     """Add the end of a lane's step. Steps have a heap of their own because they rarely concern anybody else."""
     add_event(w.step, w.scalar[0].steps, w.scalar[0].serial, time_s, 0, lane)
@@ -56,13 +56,13 @@ def _schedule_step(w, time_s, lane):
 # ---- blocks and stages
 
 
-@compiled
+@inlined
 def blocks_of(w, tokens):
     """Return the KV blocks for `tokens`."""
     return blocks_for(tokens, w.scalar[0].block_tokens)
 
 
-@compiled
+@inlined
 def take_blocks(w, i, count):
     """Take (or with a negative count give back) KV blocks of instance `i`."""
     me = w.instance[i]
@@ -70,7 +70,7 @@ def take_blocks(w, i, count):
     me.least_free_blocks = min(me.least_free_blocks, me.free_blocks)
 
 
-@compiled
+@inlined
 def alone_s(w, i, prompt):
     """Return the time [s] for which a prompt of its own would keep the slowest stage of instance `i` busy."""
     share = 0.0
@@ -79,7 +79,7 @@ def alone_s(w, i, prompt):
     return share * iteration_s(w.law[i], 1, prompt, float(prompt) * prompt, 0, 0)
 
 
-@compiled
+@inlined
 def _pass_pipeline(w, i, now_s, extra_s, prefills, tokens, attended, decodes, context):
     """Send one iteration through the stages of instance `i`; return when it starts, clears stage 0, and ends."""
     me = w.instance[i]
@@ -103,7 +103,7 @@ def _pass_pipeline(w, i, now_s, extra_s, prefills, tokens, attended, decodes, co
 # ---- prefill instances
 
 
-@compiled
+@inlined
 def start_prefill(w, i, now_s):
     """Form a batch from the head of the queue and run it, unless the first stage is busy or blocks are short."""
     me, line = w.instance[i], w.queue[i]
@@ -140,7 +140,7 @@ def start_prefill(w, i, now_s):
 # ---- decode instances: pulling the KV
 
 
-@compiled
+@inlined
 def admit_pulls(w, i, now_s):
     """Let the requests that wait for decode instance `i` reserve blocks and begin to pull, in order."""
     me, line = w.instance[i], w.queue[i]
@@ -158,7 +158,7 @@ def admit_pulls(w, i, now_s):
         schedule(w, now_s + w.path[w.request[r].prefill_at, i].fixed_s, PULL_BEGINS, r)
 
 
-@compiled
+@inlined
 def begin_pull(w, r, now_s):
     """Put the KV of request `r` on the wire."""
     it = w.request[r]
@@ -166,7 +166,7 @@ def begin_pull(w, r, now_s):
     begin_flow(w, r, it.prefill_at, it.decode_at, w.scalar[0].kv_bytes_per_token * it.prompt)
 
 
-@compiled
+@inlined
 def join_lane(w, i, r):
     """Assign request `r` to the emptiest lane of instance `i` and return that lane."""
     best, fewest = -1, 0
@@ -181,7 +181,7 @@ def join_lane(w, i, r):
 # ---- decode and aggregated instances: who is in a lane
 
 
-@compiled
+@inlined
 def _enter_lane(w, lane, r, context):
     """Add a decoding request that holds `context` KV tokens (its newest token included)."""
     it, mine = w.request[r], w.lane[lane]
@@ -201,7 +201,7 @@ def _enter_lane(w, lane, r, context):
     w.due[lane, day] = r
 
 
-@compiled
+@inlined
 def _leave_lane(w, lane, r):
     """Remove a decoding request and return the KV tokens that it held."""
     it, mine = w.request[r], w.lane[lane]
@@ -228,7 +228,7 @@ def _leave_lane(w, lane, r):
 # ---- decode and aggregated instances: one step
 
 
-@compiled
+@inlined
 def start_step(w, lane, now_s):
     """Let waiting requests join, and send the lane's next iteration into the pipeline, if there is any work."""
     mine = w.lane[lane]
@@ -261,7 +261,7 @@ def start_step(w, lane, now_s):
     _schedule_step(w, end_s, lane)
 
 
-@compiled
+@inlined
 def finish_step(w, lane, now_s):
     """Book one token for every decoding request of the lane, see off those that are done, and make room to grow."""
     mine = w.lane[lane]
@@ -275,7 +275,7 @@ def finish_step(w, lane, now_s):
         _finish_chunks(w, mine.instance, lane, now_s)
 
 
-@compiled
+@inlined
 def coast(w, lane, now_s, horizon_s):
     """Book the steps at whose end nothing happens but one more token each, from the one that ends at `now_s` on.
 
@@ -301,14 +301,14 @@ def coast(w, lane, now_s, horizon_s):
         now_s = end_s
 
 
-@compiled
+@inlined
 def _is_settled(w, i, lane):
     """Return True when nobody waits to join, to come back or to prefill here."""
     waiting = w.queue[i].size + w.queue[_swapped(w, i)].size
     return waiting + w.queue[_joining(w, lane)].size + w.queue[_chunking(w, lane)].size == 0
 
 
-@compiled
+@inlined
 def _finish_due(w, i, lane, now_s):
     """See off the requests whose last token came with this step."""
     r = w.due[lane, w.lane[lane].steps % w.due.shape[1]]
@@ -321,7 +321,7 @@ def _finish_due(w, i, lane, now_s):
         r = after
 
 
-@compiled
+@inlined
 def _grow(w, i, lane):
     """Give a block to each request whose next token starts one; preempt the newest while there are too few."""
     me, mine = w.instance[i], w.lane[lane]
@@ -343,7 +343,7 @@ def _grow(w, i, lane):
     take_blocks(w, i, w.residue[lane, at])
 
 
-@compiled
+@inlined
 def _swap_in(w, i, lane):
     """Bring back swapped-out requests, oldest first, while their blocks fit. The copy delays the step."""
     me, line = w.instance[i], w.queue[_swapped(w, i)]
@@ -361,7 +361,7 @@ def _swap_in(w, i, lane):
 # ---- aggregated instances: chunked prefill
 
 
-@compiled
+@inlined
 def _take_chunks(w, i, lane, now_s):
     """Fill the step's token budget with prompt chunks, oldest first; return (prefills, tokens, attended)."""
     line = w.queue[_chunking(w, lane)]
@@ -381,7 +381,7 @@ def _take_chunks(w, i, lane, now_s):
     return prefills, tokens, attended
 
 
-@compiled
+@inlined
 def _admit_prompt(w, i, lane, now_s):
     """Move the first waiting prompt into the lane if its blocks fit; return it, or -1."""
     me, line = w.instance[i], w.queue[i]
@@ -403,7 +403,7 @@ def _admit_prompt(w, i, lane, now_s):
     return r
 
 
-@compiled
+@inlined
 def _finish_chunks(w, i, lane, now_s):
     """Book the prompt chunks of this step; whoever has its whole prompt in gets its next token and decodes on."""
     line = w.queue[_chunking(w, lane)]
@@ -431,7 +431,7 @@ def _finish_chunks(w, i, lane, now_s):
 # ---- the verdict on one request
 
 
-@compiled
+@inlined
 def _miss(w, r):
     it = w.request[r]
     if it.missed == 0 and it.counted != 0:
@@ -439,14 +439,14 @@ def _miss(w, r):
     it.missed = 1
 
 
-@compiled
+@inlined
 def check_ttft(w, r, first_token_s):
     """Note a miss when the first token came too late."""
     if first_token_s - w.request[r].arrival_s > w.goal[w.request[r].slo_class].ttft_s * (1.0 + 1e-9):
         _miss(w, r)
 
 
-@compiled
+@inlined
 def finish(w, r, now_s):
     """Note the end of a request, and a miss when its tokens came too slowly (undefined for one token: met)."""
     it = w.request[r]
@@ -462,7 +462,7 @@ def finish(w, r, now_s):
         _miss(w, r)
 
 
-@compiled
+@inlined
 def first_token_s(w, r):
     """Return when the first token of `r` left [s]: from decode once the KV is there, or at once from prefill."""
     it = w.request[r]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.compiled import compiled
+from planner.compiled import inlined
 
 LINK = np.dtype([("bytes_per_s", "f8"), ("carried_bytes", "f8"), ("room", "f8"), ("load", "f8")])
 PATH = np.dtype([("allowed", "f8"), ("fixed_s", "f8"), ("first_hop", "i8"), ("end_hop", "i8")])
@@ -19,7 +19,7 @@ _TICK_S = 1e-9
 """A transfer this close to its end has ended: clocks resolve no finer at the end of a long run."""
 
 
-@compiled
+@inlined
 def settle(w, now_s):
     """Let every transfer move on at its rate until `now_s`."""
     elapsed_s = now_s - w.scalar[0].settled_s
@@ -35,7 +35,7 @@ def settle(w, now_s):
             w.link[w.hop[h].link].carried_bytes += moved * w.hop[h].share
 
 
-@compiled
+@inlined
 def begin_flow(w, r, source, target, size_bytes):
     """Add a transfer (settle first)."""
     flow = w.flow[w.scalar[0].flows]
@@ -44,7 +44,7 @@ def begin_flow(w, r, source, target, size_bytes):
     _share_out(w)
 
 
-@compiled
+@inlined
 def take_finished(w):
     """Remove one finished transfer and return its request, or -1 (settle first)."""
     for f in range(w.scalar[0].flows):
@@ -58,7 +58,7 @@ def take_finished(w):
     return -1
 
 
-@compiled
+@inlined
 def next_end_s(w):
     """Return when the first transfer ends at the present rates [s], or infinity."""
     best_s = np.inf
@@ -69,7 +69,7 @@ def next_end_s(w):
     return best_s
 
 
-@compiled
+@inlined
 def _share_out(w):
     """Set the max-min fair rates: raise all alike, freeze those that cross a full link, go on with the rest."""
     count = w.scalar[0].flows
@@ -83,7 +83,7 @@ def _share_out(w):
         frozen += _freeze(w, count, fair)
 
 
-@compiled
+@inlined
 def _fair_rate(w, count):
     """Return the rate at which the tightest link fills up when all unfixed transfers get the same."""
     for at in range(len(w.link)):
@@ -100,7 +100,7 @@ def _fair_rate(w, count):
     return fair
 
 
-@compiled
+@inlined
 def _freeze(w, count, fair):
     """Fix at `fair` the transfers that cross a full link, take what they use off the links; return how many."""
     fixed = 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.compiled import compiled
+from planner.compiled import inlined
 
 QUEUE = np.dtype([("head", "i8"), ("tail", "i8"), ("size", "i8")])
 
 
-@compiled
+@inlined
 def push(w, queue, r):
     """Append a request."""
     line = w.queue[queue]
@@ -22,7 +22,7 @@ def push(w, queue, r):
     line.size += 1
 
 
-@compiled
+@inlined
 def push_front(w, queue, r):
     """Put a request before all others: it was preempted and has waited longest."""
     line = w.queue[queue]
@@ -35,7 +35,7 @@ def push_front(w, queue, r):
     line.size += 1
 
 
-@compiled
+@inlined
 def pop(w, queue):
     """Remove and return the first request of a queue that is not empty."""
     line = w.queue[queue]
