@@ -52,11 +52,15 @@ def place(program: Program) -> Placement:
 
 
 def _whole(program: Program) -> Placement:
-    """Return the placement of the whole program; a demand that the named links cannot carry is aimed at higher."""
+    """Return the placement of the whole program. A demand that named links cannot carry is aimed higher."""
     first = solve(program)
     placement, aim = assign(program, first), program.rate_rps or 0.0
     for _ in range(_TRIES):
-        if program.objective != "min_gpus" or placement.value_rps >= _reached(program) or placement.value_rps <= 0:
+        if (
+            program.objective != "min_gpus"
+            or placement.value_rps >= _reached(program)
+            or placement.value_rps <= 0
+        ):
             break
         aim *= 1.001 * (program.rate_rps or 0.0) / placement.value_rps
         more = solve(replace(program, rate_rps=aim))
@@ -124,7 +128,7 @@ class Seated(NamedTuple):
 def _seat_all(place: Site, solution: Solution) -> list[Seated]:
     """Return every instance on its GPUs, still without a name."""
     seated: list[Seated] = []
-    loose: dict[int, list[list[Stage]]] = defaultdict(list)
+    loose: dict[int, dict[str, list[Stage]]] = defaultdict(lambda: defaultdict(list))
     dealt = (pair for hosted in solution.hosted for pair in _deal(hosted, bool(place.uplinks)))
     held = {pool.name: blocks for pool, blocks in dealt}
     for pool in place.pools:
@@ -133,10 +137,10 @@ def _seat_all(place: Site, solution: Solution) -> list[Seated]:
             if block.stages == candidate.layout.pp:
                 seated.append(Seated(_instance(candidate, stages), candidate.rate_rps, pool.name))
             else:
-                loose[block.candidate].append(stages)
-    for number, blocks in sorted(loose.items()):
+                loose[block.candidate][pool.name] += stages
+    for number, by_pool in sorted(loose.items()):
         candidate = solution.candidates[number]
-        joined = _join(blocks, candidate.layout.pp)
+        joined = _join(list(by_pool.values()), candidate.layout.pp)
         seated += [Seated(_instance(candidate, stages), candidate.rate_rps, None) for stages in joined]
     return seated
 
@@ -180,9 +184,8 @@ def _seat(
         stages = stages[block.stages :]
 
 
-def _join(blocks: list[list[Stage]], pp: int) -> Iterator[list[Stage]]:
-    """Yield the stages of each instance that spans pools, out of as few blocks as can be: largest first."""
-    rest = [block for block in blocks if block]
+def _join(rest: list[list[Stage]], pp: int) -> Iterator[list[Stage]]:
+    """Yield the stages of each instance that spans pools, each over as few pools as the leftovers allow."""
     while rest:
         stages: list[Stage] = []
         while len(stages) < pp:
@@ -223,7 +226,7 @@ def _settle(
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Requests/s of each instance that stay in its pool, that cross the network, and that stay in each rack."""
+    """Requests/s of each instance that stay in its pool and that cross the network; what stays in a rack."""
 
     own: dict[str, float]
     net: dict[str, float]
@@ -256,7 +259,10 @@ def _carry(program: Program, place: Site, seated: Sequence[Seated]) -> Carried:
     if program.rate_rps is not None:
         lp += total <= program.rate_rps / scale
     best = _optimise_in_turn(lp, [(total, 1), (given, -1), (peaks[0] + peaks[1], -1)])
-    round_values = [(program.rate_rps or 0.0) / scale, *(sum(one.rate_rps for one in side) / scale for side in sides)]
+    round_values = [
+        (program.rate_rps or 0.0) / scale,
+        *(sum(one.rate_rps for one in side) / scale for side in sides),
+    ]
     best = next((value for value in round_values if isclose(value, best, rel_tol=1e-7)), best)
     exact = scale * best / total.value() if best > 0 else 0.0  # later goals may cost dust of the first
     read = lambda some: {key: exact * max(0.0, var.varValue) for key, var in some.items()}  # noqa: E731
@@ -292,7 +298,7 @@ def _limit_network(
 
 
 def _optimise_in_turn(lp: pulp.LpProblem, goals: Sequence[tuple[Any, int]]) -> float:
-    """Leave the best point by the first goal, then the second, ... in the variables; return the first's value.
+    """Return the value of the first goal; the variables hold the best point by it, then by the second, ...
 
     A goal is an expression and +1 to make it most, -1 to make it least.
     """

@@ -124,12 +124,13 @@ def _flows(program: Program, placement: Placement) -> Iterator[str]:
         if not isclose(share, 1.0, rel_tol=1e-6):
             yield f"{name}: the shares of its flows sum to {share:.6g}"
     for name, rate in load.items():
-        if name in by_name and rate > rates.get(by_name[name].kind, 0.0) * (1 + _SLACK):
-            yield f"{name}: {rate:.6g} requests/s, but one such instance sustains {rates[by_name[name].kind]:.6g}"
+        most = rates.get(by_name[name].kind, 0.0) if name in by_name else inf
+        if rate > most * (1 + _SLACK):
+            yield f"{name}: {rate:.6g} requests/s, but one such instance sustains {most:.6g}"
 
 
 def _links(program: Program, placement: Placement) -> Iterator[str]:
-    """No link of the topology carries more than its effective speed, along the routes that KV really takes."""
+    """No link of the topology carries more than its effective speed, on the routes that KV really takes."""
     topology = program.topology
     if not isinstance(topology, Topology):
         return
@@ -155,7 +156,7 @@ def _network(program: Program, placement: Placement, pools: Mapping[GpuId, Pool]
         if homes[0].keys() == homes[1].keys() and (
             len(homes[0]) == 1 or isinstance(program.topology, Topology)
         ):
-            continue  # inside one pool; or a pipeline beside another one, whose exact routes `_links` has checked
+            continue  # inside one pool; or pipelines side by side, whose exact routes `_links` has checked
         racks = [{place.rack(pools[gpu]) for gpu in end.gpus} for end in ends]
         for end, way in enumerate(("out of", "into")):
             for home, gpus in homes[end].items():
@@ -209,4 +210,5 @@ def _most(placement: Placement) -> Iterator[str]:
         (placement.bound_rps - placement.value_rps) / placement.bound_rps if placement.bound_rps > 0 else 0.0
     )
     if not isclose(placement.gap, gap, abs_tol=1e-5):
-        yield f"gap {placement.gap:.6g} is not that of {placement.value_rps:.6g} against {placement.bound_rps:.6g}"
+        value, bound = placement.value_rps, placement.bound_rps
+        yield f"gap {placement.gap:.6g} is not that of {value:.6g} against {bound:.6g}"

@@ -1,4 +1,4 @@
-"""The simple placement people draw by hand: the best kind per GPU, node after node, prefill and decode balanced.
+"""The placement people draw by hand: the best kind per GPU, node after node, prefill and decode balanced.
 
 A baseline to compare the program with. It knows no bound, and looks at neither cards nor uplinks.
 """

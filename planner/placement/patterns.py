@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What one pool holds. The `own_` rates are of instances that lie in it whole, so that their KV can stay."""
+    """What one pool holds. The `own_` rates are of instances that lie in it whole: their KV can stay."""
 
     blocks: tuple[Block, ...] = ()
     gpus: int = 0
@@ -41,7 +41,7 @@ class Pattern:
 
 
 def pattern_of(blocks: Sequence[Block], candidates: Sequence[Candidate]) -> Pattern:
-    """Return the pattern with its GPUs and rates; a part of an instance counts for its share of the stages."""
+    """Return the pattern with its GPUs and rates; part of an instance counts for its share of the stages."""
     gpus, total, own = 0, Counter[str](), Counter[str]()
     for candidate, stages in ((candidates[block.candidate], block.stages) for block in blocks):
         gpus += candidate.layout.tp * stages
@@ -54,7 +54,7 @@ def pattern_of(blocks: Sequence[Block], candidates: Sequence[Candidate]) -> Patt
 
 @lru_cache(maxsize=1 << 16)
 def pack(sizes: Sizes, tps: Sizes) -> tuple[tuple[int, ...], ...] | None:
-    """Return for each tensor-parallel group (in the order of `tps`) how many GPUs it takes of each fast group.
+    """Return how many GPUs of each fast group every tensor-parallel group takes, in the order of `tps`.
 
     `tps` must fall. None when they do not fit. Exact: best fit first, then backtracking over unequal groups.
     """
@@ -107,8 +107,8 @@ def most_groups(sizes: Sizes, tp: int) -> int:
 def blocks_of(candidates: Sequence[Candidate], pools: Sequence[tuple[str, Sizes]]) -> list[tuple[Block, ...]]:
     """Return for each (GPU type, sizes) of `pools` the blocks that may lie in it.
 
-    An instance that fits into some pool of its type lies in one pool whole. A larger one is cut into blocks that
-    fill a pool, and the stages left over; the program only has to make their sum come out right.
+    An instance that fits into some pool of its type lies in one pool whole. A larger one is cut into blocks
+    that fill a pool, and the stages left over; the program only has to make their sum come out right.
     """
     found: list[set[Block]] = [set() for _ in pools]
     for number, candidate in enumerate(candidates):
@@ -158,8 +158,8 @@ def fill(
     """Return the patterns of a pool that any best placement can be made of, the empty one left out.
 
     Only sums of rates matter, so of the patterns with as many GPUs only the Pareto-best stay: at most one for
-    each split of the GPUs into prefill, decode and idle. With `counts` (at most so many of each block) all stay.
-    Raises Unplaceable when these are too many to list.
+    each split of the GPUs into prefill, decode and idle. With `counts` (at most so many of each block) all
+    stay. Raises Unplaceable when these are too many to list.
     """
     phases = sorted({candidates[block.candidate].phase for block in blocks})
     alone = [[b for b in blocks if candidates[b.candidate].phase == phase] for phase in phases]
@@ -219,7 +219,7 @@ def _copies(
 def pareto(patterns: Sequence[Pattern], spanning: frozenset[int]) -> list[Pattern]:
     """Return the patterns that no other one matches with as few GPUs and as much of every rate.
 
-    Blocks of instances that span pools are counted exactly elsewhere, so only patterns with equal ones compare.
+    Blocks of instances that span pools are counted exactly elsewhere: only patterns with equal ones compare.
     """
     fronts: dict[tuple[Block, ...], list[tuple[float, float]]] = {}
     kept = []
@@ -235,7 +235,7 @@ def _rates(pattern: Pattern) -> tuple[float, float]:
 
 
 def _advance(front: list[tuple[float, float]], x: float, y: float) -> bool:
-    """True when no point of the front has both at least `x` and `y`; then the point joins. Kept by rising x."""
+    """True when no point of the front has at least `x` and `y`; then the point joins. Kept by rising x."""
     at = bisect_left(front, (x, y))
     if at < len(front) and front[at][1] >= y:
         return False

@@ -26,9 +26,9 @@ Aggregated candidates move no KV: F = sum of rates * y, and (2) to (4) fall away
 
 Why (2) is exact: one pool with rates P, D, of which P1 and D1 belong to instances that lie in it whole, and
 cards that carry e out and i in, can do {out <= min(e,P), into <= min(i,D), own <= min(P1,D1), out+own <= P,
-own+into <= D}. Every row is an interval of (out, own, into); the sum of such sets over many pools is described
-by the rows below with summed right-hand sides, whichever bound is the tighter one in each pool. So a class
-needs three flow variables, not three for each pattern.
+own+into <= D}. Every row is an interval of (out, own, into); the sum of such sets over many pools is
+described by the rows below with summed right-hand sides, whichever bound is the tighter one in each pool. So
+a class needs three flow variables, not three for each pattern.
 
 What it leaves out, so that its bound stays a bound: which card a GPU is near to, and that the blocks of a
 spanning instance send in step. `assign.py` settles both on the named GPUs, and its value is the one reported.
@@ -87,9 +87,11 @@ class Units(NamedTuple):
 
 
 def build(program: Program) -> Model:
-    """Return the model of `program`, without an objective. Raises InvariantError for a program without sense."""
+    """Return the model of `program`, without an objective. Raises InvariantError where it makes no sense."""
     place = site(program.topology)
-    limits = {candidate: place.most_rps(candidate, program.kv_bytes_per_request) for candidate in _wanted(program)}
+    limits = {
+        candidate: place.most_rps(candidate, program.kv_bytes_per_request) for candidate in _wanted(program)
+    }
     candidates = tuple(candidate._replace(rate_rps=rate) for candidate, rate in limits.items())
     classes = _classes(place, candidates, program.counts)
     scale = max((candidate.rate_rps for candidate in candidates), default=0.0) or 1.0

@@ -173,7 +173,7 @@ def _why(program: Program, model: Model, first: Outcome) -> str:
         if phase not in phases:
             return f"no {phase} instance fits on this cluster ({_show(have)})"
     if program.objective == "max_goodput":
-        return "no KV cache can get from a prefill to a decode instance: they share no pool, and no network"
+        return "a prefill and a decode instance do not fit at once where KV can get from one to the other"
     most = solve(replace(program, objective="max_goodput", rate_rps=None)).bound_rps
     return f"{_show(have)} cannot meet {program.rate_rps:.4g} requests/s: at most {most:.4g}"
 
