@@ -1,0 +1,63 @@
+# Two commands set everything up on a machine with nothing but Python 3.11: `make plan` and `make test`.
+# Stamp files under .stamps keep repeats fast; they depend on pyproject.toml and constraints.txt alone.
+
+PYTHON ?= python3.11
+PYTHON := $(shell command -v $(PYTHON) || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMPS := .stamps
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := $(wildcard planner/compiled.py planner/cost/kernel.py planner/policies/*.py planner/simulator/*.py)
+PROBLEM ?= examples/llama2-70b-h100.yaml
+OUT     ?= out
+
+.PHONY: help plan test test-all check bench table format clean
+
+help:  ## Say what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
+
+$(STAMPS)/base: pyproject.toml constraints.txt
+	@mkdir -p $(STAMPS)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing what planning needs (once)" >&2
+	@$(PIP) -e .
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/base
+	@echo "installing what the tests and checks need (once)" >&2
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# the simulator is compiled on first use; doing it here keeps that out of the first plan
+$(STAMPS)/compiled: $(STAMPS)/base $(SOURCES)
+	@echo "compiling the simulator (once per version, about 15 s)" >&2
+	@$(BIN)/python -m planner.simulator.warm
+	@touch $@
+
+plan: $(STAMPS)/compiled  ## Plan PROBLEM (an example by default), print the report, write the deployment to out/
+	@$(BIN)/planner plan $(PROBLEM) -o $(OUT)/deployment.yaml
+
+test: $(STAMPS)/dev $(STAMPS)/compiled  ## Run the tests (under five minutes)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not bench"
+
+test-all: $(STAMPS)/dev $(STAMPS)/compiled  ## Run the slow tests too
+	@$(BIN)/python -m pytest -m "not gpu"
+
+check: $(STAMPS)/dev  ## Lint, types, import rules
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(STAMPS)/dev  ## Format the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(STAMPS)/compiled  ## Print simulated requests per CPU second and the CPU time of each example
+	@$(BIN)/python -m benchmarks.speed
+
+table: $(STAMPS)/compiled  ## Print the table of twelve plans in the README
+	@$(BIN)/python -m benchmarks.twelve_plans
+
+clean:  ## Remove the environment and all that was built
+	rm -rf $(VENV) $(STAMPS) build dist *.egg-info out

@@ -1,0 +1,301 @@
+"""The command line: parse, call, print. Heavy imports live in the command bodies, so that --help answers at once.
+
+Results go to stdout or to the file given with -o, progress and errors to stderr. Exit codes: 0 planned, 1 bad input,
+2 no plan meets the SLO, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.errors import InfeasibleError, InputError, PlannerError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+                  help="Plan prefill/decode disaggregated serving of large language models for the most goodput.")
+topology_app = typer.Typer(no_args_is_help=True, help="Look at a cluster as the planner sees it.")
+app.add_typer(topology_app, name="topology")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+ProblemFile = Annotated[Path, typer.Argument(metavar="PROBLEM", help="The problem file (YAML).", show_default=False)]
+
+_PLAN_HELP = """Find the layout and placement with the most goodput, and prove it in simulation.
+
+Examples:
+
+  planner plan examples/llama2-70b-h100.yaml
+
+  planner plan problem.yaml -o deployment.yaml --html report.html
+
+  planner plan problem.yaml --json | jq .verdict
+"""
+
+
+@app.command("plan", help=_PLAN_HELP)
+def plan_command(
+    problem: ProblemFile,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the deployment YAML here.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the report, with a picture of the cluster, here.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Use this seed instead of the problem's.", min=0)] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from dataclasses import replace
+
+    from planner.sources.problem import read_problem
+
+    question = read_problem(problem)
+    if seed is not None:
+        question = replace(question, seed=seed)
+    with _progress(quiet) as step:
+        step("loading the simulator (compiles on the first run, about 15 s)")
+        from planner.pipeline import plan
+
+        found = plan(question, step)
+    from planner.deploy import deployment_of, to_yaml
+    from planner.report import render, to_json
+    from planner.specs.base import dump_json, write_text
+
+    if output is not None:
+        write_text(output, to_yaml(deployment_of(found)))
+    if html is not None:
+        write_text(html, _html(question, render(found)))
+    if json:
+        print(dump_json(to_json(found)))
+        return
+    console = _console()
+    for piece in render(found):
+        console.print(piece)
+    if output is not None:
+        console.print(f"Deployment written to {output}")
+
+
+@app.command("fit", help="""Fit the cost models of a problem's profiles and show their held-out error.
+
+Example:
+
+  planner fit examples/llama2-70b-h100.yaml
+""")
+def fit_command(problem: ProblemFile, json: Json = False) -> None:
+    from dataclasses import asdict
+
+    from planner.cost.fit import fit_report
+    from planner.report import fit_notes, fit_table
+    from planner.search.kinds import find_kinds
+    from planner.sources.problem import read_problem
+    from planner.specs.base import dump_json
+
+    costs = find_kinds(read_problem(problem)).costs
+    if json:
+        rows = [row._asdict() for row in fit_report(costs)]
+        models = [{"layout": str(c.layout), "family": c.family, "unprofiled": c.unprofiled,
+                   "parameters": [float(p) for p in c.parameters],
+                   "errors": {"prefill": c.prefill_error and asdict(c.prefill_error),
+                              "decode": c.decode_error and asdict(c.decode_error)}} for c in costs]
+        print(dump_json({"rows": rows, "models": models}))
+        return
+    console = _console()
+    console.print(fit_table(costs))
+    for note in fit_notes(costs):
+        console.print(f"  {note}", style="dim")
+
+
+@app.command("simulate", help="""Simulate a deployment under a workload and print what its users would see.
+
+Examples:
+
+  planner simulate deployment.yaml --workload azure-conversation --rate 8
+
+  planner simulate deployment.yaml --workload my-trace.yaml --rate 8 --records requests.csv
+""")
+def simulate_command(
+    deployment: Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help="A deployment.yaml.", show_default=False)],
+    workload: Annotated[str, typer.Option("--workload", "-w", help="A preset's name or a workload file.")],
+    rate: Annotated[float | None, typer.Option(help="Requests per second; by default the workload's own.")] = None,
+    duration: Annotated[float, typer.Option(help="Simulated seconds.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Luck of arrivals and lengths.")] = 0,
+    records: Annotated[Path | None, typer.Option("--records", help="Write one CSV line per request here.")] = None,
+    json: Json = False,
+) -> None:
+    from planner.deploy import read_deployment
+    from planner.specs.base import dump_json, load, write_text
+    from planner.what_if import records_csv, simulate_deployment, summary, summary_table
+
+    spec = read_deployment(load(deployment))
+    outcome = simulate_deployment(spec, workload, rate, duration, seed)
+    if records is not None:
+        write_text(records, records_csv(outcome))
+    if json:
+        print(dump_json(summary(outcome)))
+    else:
+        _console().print(summary_table(outcome))
+
+
+@app.command("schema", help="""Print the JSON Schema of a file kind, for editors and checks.
+
+Example:
+
+  planner schema deployment > deployment.schema.json
+""")
+def schema_command(
+    kind: Annotated[str, typer.Argument(help="deployment, problem, cluster, model, profile, workload or slo.")] = "deployment",
+) -> None:
+    from planner.schemas import schema_of
+    from planner.specs.base import dump_json
+
+    print(dump_json(schema_of(kind)))
+
+
+@topology_app.command("show", help="""Show a cluster: its nodes, links with nominal and effective speed, and what is assumed.
+
+Examples:
+
+  planner topology show h100-2x8
+
+  planner topology show my-cluster.yaml --from node0:0 --to node1:3
+
+  planner topology show a40-pairs --svg cluster.svg
+""")
+def topology_show(
+    cluster: Annotated[str, typer.Argument(help="A preset's name or a cluster file.", show_default=False)],
+    from_: Annotated[str | None, typer.Option("--from", help="Show the path from this GPU (node:index).")] = None,
+    to: Annotated[str | None, typer.Option("--to", help="... to this GPU.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture here.")] = None,
+    json: Json = False,
+) -> None:
+    from planner.specs.base import Document, dump_json, write_text
+    from planner.specs.topology import read_cluster
+    from planner.topology_svg import to_svg
+    from planner.topology_view import describe, describe_path, parse_gpu
+
+    topology = read_cluster(Document(cluster, "./cluster"))
+    if svg is not None:
+        write_text(svg, to_svg(topology))
+    if json:
+        print(dump_json(_topology_json(topology)))
+        return
+    console = _console()
+    if (from_ is None) != (to is None):
+        raise InputError("--from and --to go together, such as --from node0:0 --to node1:3")
+    if from_ is not None and to is not None:
+        console.print(describe_path(topology, parse_gpu(topology, from_), parse_gpu(topology, to)))
+    else:
+        console.print(describe(topology))
+
+
+def _topology_json(topology: Any) -> dict[str, Any]:
+    return {
+        "name": topology.name,
+        "nodes": [
+            {"name": n.name, "gpu": n.gpu.name, "gpus": list(n.indices), "rack": n.rack, "nvlink_domain": n.domain,
+             "tp_groups": [list(g) for g in n.tp_groups]} for n in topology.nodes
+        ],
+        "links": [
+            {"name": link.name, "kind": link.kind, "bytes_per_s": link.bytes_per_s,
+             "nominal_bytes_per_s": link.nominal_bytes_per_s, "assumed": link.assumed, "latency_s": link.latency_s}
+            for link in topology.links
+        ],
+    }
+
+
+def _html(question: Any, pieces: Iterator[Any]) -> str:
+    """Return the report as one HTML page with the cluster's picture."""
+    import io
+
+    from rich.console import Console
+
+    from planner.topology_svg import to_svg
+
+    console = Console(record=True, width=120, file=io.StringIO(), force_terminal=True)
+    for piece in pieces:
+        console.print(piece)
+    page = console.export_html(inline_styles=True)
+    return page.replace("</body>", f"{to_svg(question.topology)}\n</body>")
+
+
+def _console() -> Console:
+    """Return the console for results: as wide as the terminal, 100 columns when piped."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "100") or 100)
+    return Console(width=width, highlight=False)
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the current step on stderr: a spinner on a terminal, lines elsewhere."""
+    if quiet:
+        yield lambda step: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda step: console.print(f"planner: {step}", soft_wrap=True)
+        return
+    with console.status("starting") as status:
+        yield lambda step: status.update(step)
+
+
+def _run(arguments: list[str]) -> int:
+    """Return the exit code of one command line, with every foreseen error as plain lines on stderr."""
+    try:
+        code = app(arguments, prog_name="planner", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except InputError as error:
+        for fault in error.faults:
+            print(fault, file=sys.stderr)
+        return error.exit_code
+    except InfeasibleError as error:
+        print(f"{error}\n{error.way_out}".strip(), file=sys.stderr)
+        return error.exit_code
+    except PlannerError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except typer.Exit as error:
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our pipe has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if (shown := _usage(error)) is not None:
+            print(shown, file=sys.stderr)
+            return 1
+        raise
+
+
+def _usage(error: Exception) -> str | None:
+    """Return one line for a mistake on the command line itself, None for any other error."""
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        return None
+    context = getattr(error, "ctx", None)
+    hint = f" (try '{context.command_path} --help')" if context is not None else ""
+    return f"{format_message()}{hint}"
+
+
+def main() -> None:
+    """Run `planner`."""
+    sys.exit(_run(sys.argv[1:]))
+
+
+def plan_main() -> None:
+    """Run `plan`, which is `planner plan`."""
+    sys.exit(_run(["plan", *sys.argv[1:]]))
+
+
+if __name__ == "__main__":
+    main()

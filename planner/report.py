@@ -1,0 +1,284 @@
+"""Plan -> what a person reads (rich tables, 80 columns) and what a machine reads (one JSON document)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from planner.cost.fit import fit_report
+from planner.deploy import deployment_of
+from planner.options import Option
+from planner.pipeline import Plan
+from planner.search.joint import Scored
+from planner.search.layouts import Kind, by_reason
+from planner.specs.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Return the whole plan as plain data: the deployment, both options, runners-up, rejected layouts."""
+    return {
+        "deployment": deployment_of(plan).model_dump(mode="json"),
+        "verdict": {
+            "mode": plan.verdict.mode, "tie": plan.verdict.tie, "gain": plan.verdict.gain, "gain_low": plan.verdict.gain_low,
+            "gain_high": plan.verdict.gain_high, "reason": plan.verdict.reason,
+        },
+        "capacity_bound_rps": plan.capacity_bound_rps,
+        "runners_up": [
+            {"layout": layout, "gpus": gpus, "goodput_rps": rps, "why": why} for layout, gpus, rps, why in _runners_up(plan)
+        ],
+        "rejected": [
+            {"phase": r.phase, "tp": r.layout.tp, "pp": r.layout.pp, "gpu": r.gpu, "reason": r.reason}
+            for r in plan.kinds.rejected
+        ],
+        "simulations": plan.trials.ranking.tally[0] + plan.trials.quoting.tally[0],
+        "cpu_s": plan.cpu_s,
+    }
+
+
+def render(plan: Plan) -> Iterator[RenderableType]:
+    """Yield the report, piece by piece, most important first."""
+    from rich.text import Text
+
+    style = "green" if plan.verdict.mode == "disaggregated" else "yellow"
+    yield Text(plan.verdict.headline, style=f"bold {style}")
+    yield Text(plan.verdict.reason[0].upper() + plan.verdict.reason[1:] + ".")
+    yield Text(_question(plan), style="dim")
+    yield _options(plan)
+    yield _instances(plan.chosen)
+    yield _latencies(plan.chosen)
+    yield _busy(plan.chosen)
+    yield _bounds(plan)
+    yield _fit(plan)
+    if rows := _runners_up(plan):
+        yield _others(rows)
+    yield from _rejected(plan)
+    yield from _notes(plan)
+
+
+def _table(title: str, *columns: str, right: int = 99) -> Table:
+    """Return an empty table; columns from the `right`-th on hold numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="right" if at >= right else "left", overflow="fold")
+    return table
+
+
+def _question(plan: Plan) -> str:
+    problem, workload = plan.problem, plan.problem.workload
+    bounds = "; ".join(
+        f"{slo.name + ': ' if slo.name else ''}TTFT {show_seconds(slo.ttft_s)}, TPOT {show_seconds(slo.tpot_s)}, "
+        f"{slo.attainment:.0%} of requests"
+        for slo in problem.slos
+    )
+    load = f"for {problem.rate_rps:.3g} requests/s, " if problem.rate_rps else ""
+    return (
+        f"{problem.model.name} on {problem.topology.name}, {load}{workload.name} ({workload.mean_prompt_tokens:.0f} prompt "
+        f"and {workload.mean_output_tokens:.0f} output tokens on average, {workload.spec.process} arrivals), {bounds}"
+    )
+
+
+def _rps(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _options(plan: Plan) -> RenderableType:
+    """Both ways to serve, side by side."""
+    table = _table("Goodput, replayed (95% interval over seeds)", "way", "layout", "GPUs", "requests/s", "per GPU", "binds", right=2)
+    for name, option in (("disaggregated", plan.disaggregated), ("aggregated", plan.aggregated)):
+        if option is None:
+            table.add_row(name, "meets the SLO at no rate", "", "", "", "")
+            continue
+        rate, mark = option.rate, " *" if option is plan.chosen else ""
+        table.add_row(
+            name + mark, option.placed.layout, str(option.gpus),
+            f"{_rps(rate.goodput_rps)} [{_rps(rate.low_rps)}, {_rps(rate.high_rps)}]", _rps(option.per_gpu_rps), rate.binding,
+        )
+    return table
+
+
+def _instances(option: Option) -> RenderableType:
+    """The chosen instances on named GPUs, with their limits."""
+    table = _table("Instances", "name", "layout", "GPUs", "batch", "tokens", "KV tokens", right=3)
+    for placed, kind in zip(option.placed.placement.instances, option.placed.kinds, strict=True):
+        limits = kind.limits
+        where = " | ".join(_where(stage) for stage in placed.stages)
+        tokens = str(limits.max_tokens) if kind.phase != "decode" else "-"
+        table.add_row(placed.name, str(placed.layout), where, str(limits.max_batch), tokens, f"{limits.kv_blocks * limits.block_tokens:,}")
+    return table
+
+
+def _where(stage: tuple) -> str:
+    """Return `node0:0-3` for a stage's GPUs."""
+    nodes: dict[str, list[int]] = {}
+    for gpu in stage:
+        nodes.setdefault(gpu.node, []).append(gpu.index)
+    return " ".join(f"{node}:{_ranges(indexes)}" for node, indexes in nodes.items())
+
+
+def _ranges(indexes: list[int]) -> str:
+    """Return `0-2,5` for [0, 1, 2, 5]."""
+    runs: list[list[int]] = []
+    for index in sorted(indexes):
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in runs)
+
+
+_TERMS = {"queue": "queue", "prefill": "+ prefill", "handoff": "+ hand-off", "first_decode_wait": "+ first decode wait", "ttft": "= TTFT", "tpot": "TPOT"}
+
+
+def _latencies(option: Option) -> RenderableType:
+    """TTFT itemised, and TPOT, at the rate of the report."""
+    report = option.report
+    attained = ", ".join(f"{share:.1%}" for share in report.attainment)
+    title = f"At {_rps(report.rate_rps)} requests/s ({attained} attain)"
+    table = _table(title, "term", "mean", "p50", "p90", "p99", right=1)
+    for name, label in _TERMS.items():
+        spread = getattr(report.latencies, name)
+        values = (spread.mean_s, spread.p50_s, spread.p90_s, spread.p99_s)
+        table.add_row(label, *(show_seconds(v) if isfinite(v) else "-" for v in values))
+    return table
+
+
+def _busy(option: Option) -> RenderableType:
+    """How busy the sides and the busiest links are."""
+    from rich.text import Text
+
+    sides = ", ".join(f"{phase} {share:.0%}" for phase, share in option.report.utilisation.items())
+    links = ", ".join(f"{name} {share:.1%}" for name, share in option.report.link_utilisation[:2])
+    swaps = f"; {option.report.preemptions} preemptions" if option.report.preemptions else ""
+    return Text(f"Busy at that rate: {sides}{'; busiest links ' + links if links else ''}{swaps}", overflow="fold")
+
+
+def _bounds(plan: Plan) -> RenderableType:
+    """The three numbers: claim, program, capacity."""
+    from rich.console import Group
+    from rich.text import Text
+
+    option = plan.disaggregated or plan.chosen
+    lines = [f"Claim ({'disaggregated' if plan.disaggregated else plan.verdict.mode}, replayed): {_rps(option.rate.goodput_rps)} requests/s"]
+    if (program := option.program) is not None:
+        what = f"{_rps(program.value_rps)} requests/s" if plan.problem.objective == "max_goodput" else f"{program.gpus} GPUs"
+        lines.append(
+            f"Placement program (pool rates): {what}, bound {_rps(program.bound_rps)}, gap {program.gap:.2%}, "
+            f"{program.seconds:.2f} CPU s ({program.solver})"
+        )
+    lines.append(f"Capacity bound (saturation, no placement can beat it): {_rps(plan.capacity_bound_rps)} requests/s")
+    lines += _arithmetic(plan, option)
+    return Group(*(Text(line) for line in lines), Text(""))
+
+
+def _arithmetic(plan: Plan, option: Option) -> list[str]:
+    """Return how the sides' saturation comes about: count x rate per instance."""
+    lines = []
+    counts: dict[Kind, int] = {}
+    for kind in option.placed.kinds:
+        counts[kind] = counts.get(kind, 0) + 1
+    for kind, count in counts.items():
+        each = plan.kinds.saturation[kind]
+        lines.append(f"  {kind}: {count} instances x {_rps(each)} requests/s at saturation = {_rps(count * each)}")
+    return lines
+
+
+def fit_table(costs: Any) -> Table:
+    """Return the held-out errors of the cost models."""
+    table = _table("Fit, error on settings left out", "phase", "layout", "family", "settings", "median", "p95", "worst", right=3)
+    for row in fit_report(costs):
+        errors = [f"{e:.1%}" if e is not None else "-" for e in (row.median, row.p95, row.worst)]
+        table.add_row(row.phase, row.layout, row.family, str(row.settings or "-"), *errors)
+    return table
+
+
+def fit_notes(costs: Any) -> list[str]:
+    """Return what the cost models did not get from data, each line once."""
+    lines = [f"{cost.layout}: {note}" for cost in costs for note in (*cost.from_physics, *cost.notes)]
+    return list(dict.fromkeys(lines))
+
+
+def _fit(plan: Plan) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    used = {kind.layout.tp for option in (plan.disaggregated, plan.aggregated) if option for kind in option.placed.kinds}
+    costs = [cost for cost in plan.kinds.costs if cost.layout.tp in used]
+    return Group(fit_table(costs), *(Text(f"  {note}", style="dim") for note in fit_notes(costs)), Text(""))
+
+
+def _runners_up(plan: Plan) -> list[tuple[str, int, float, str]]:
+    """Return (layout, GPUs, goodput, why it lost) of what came next, no two with the same instances."""
+    rows: list[tuple[str, int, float, str]] = []
+    for option in (plan.disaggregated, plan.aggregated):
+        if option is None:
+            continue
+        seen = {option.placed.layout}
+        replayed = {str(one.combination): rps for one, rps in option.replayed}
+        for one in option.ranked:
+            name = str(one.combination)
+            if name in seen or len(seen) > 4 or _same_but_budget(one, seen):
+                continue
+            seen.add(name)
+            rows.append((name, one.combination.gpus, *_why(option, one, replayed.get(name))))
+    return rows
+
+
+def _same_but_budget(one: Scored, seen: set[str]) -> bool:
+    """True for an aggregated layout that differs from one shown in nothing but its token budget."""
+    return str(one.combination) in seen
+
+
+def _why(option: Option, one: Scored, real_rps: float | None) -> tuple[float, str]:
+    """Return the goodput of a runner-up and why it lost."""
+    best = option.report.rate_rps if option.rate.goodput_rps == 0 else option.rate.goodput_rps
+    if real_rps is not None and real_rps < 0.97 * one.goodput_rps:
+        return real_rps, f"the network takes it from {_rps(one.goodput_rps)} to {_rps(real_rps)}"
+    rps = one.goodput_rps if real_rps is None else real_rps
+    behind = rps / best - 1
+    if behind > -0.03:
+        return rps, "as good within the noise" + (f", {one.combination.gpus} GPUs" if one.combination.gpus != option.gpus else "")
+    sides = [(kind.phase, count) for kind, count in one.combination.kinds]
+    return rps, f"{behind:+.0%}; saturates at {_rps(one.combination.bound_rps)}" + ("" if len(sides) < 2 else " (weaker side)")
+
+
+def _others(rows: list[tuple[str, int, float, str]]) -> RenderableType:
+    table = _table("Runners-up", "layout", "GPUs", "requests/s", "why not", right=1)
+    table.columns[3].justify = "left"
+    for layout, gpus, rps, why in rows:
+        table.add_row(layout, str(gpus), _rps(rps), why)
+    return table
+
+
+def _rejected(plan: Plan) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    groups = by_reason(plan.kinds.rejected)
+    if groups:
+        yield Text("Not considered", style="bold")
+    for reason, ones in groups.items():
+        names = ", ".join(dict.fromkeys(f"{one.layout}" if one.phase == "any" else f"{one.phase} {one.layout}" for one in ones))
+        yield Text(f"  {names}: {reason}", style="dim")
+
+
+def _notes(plan: Plan) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    yield Text("")
+    for note in plan.problem.notes:
+        yield Text(f"Note: {note}", style="dim")
+    runs = plan.trials.ranking.tally[0] + plan.trials.quoting.tally[0]
+    requests = plan.trials.ranking.tally[1] + plan.trials.quoting.tally[1]
+    yield Text(
+        f"{runs} simulations of {plan.trials.quoting.duration_s:.0f} s or {plan.trials.ranking.duration_s:.0f} s each, "
+        f"{requests:,} requests; {plan.cpu_s:.1f} CPU s; KV of a mean prompt "
+        f"{show_bytes(plan.problem.model.kv_bytes_per_token * plan.problem.workload.mean_prompt_tokens)}",
+        style="dim",
+    )
