@@ -190,7 +190,7 @@ def _prediction(plan: Plan, chosen: Option) -> Prediction:
             name: _spread(getattr(report.latencies, name)) for name in terms if name not in ("ttft", "tpot")
         },
         tpot=_spread(report.latencies.tpot),
-        utilisation={phase: _rounded(share) for phase, share in report.utilisation.items()},
+        utilisation={phase: _rounded(load.busy) for phase, load in report.load.items()},
         program_rps=_rounded(program.value_rps) if program else None,
         program_bound_rps=_rounded(program.bound_rps) if program else None,
         program_gap=_rounded(program.gap) if program else None,

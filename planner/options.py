@@ -28,6 +28,9 @@ from planner.sources.problem import Problem
 
 Progress = Callable[[str], None]
 
+_CLEARLY = 1.03
+"""A mix of layouts is harder to run than one layout per phase: it must win by more than the noise of a ranking run."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
@@ -236,7 +239,8 @@ def _improve_by_program(
     if _counts(combination) == _counts(best.scored.combination) or len(used) < 2:
         return best, program
     challenger = _measured(problem, trials, Scored(combination, program.value_rps), program, by_key)
-    return (challenger if _better(problem, challenger, best) else best), program
+    clearly = challenger.goodput_rps > best.goodput_rps * _CLEARLY or challenger.placed.gpus < best.placed.gpus
+    return (challenger if clearly and _better(problem, challenger, best) else best), program
 
 
 def _cap(problem: Problem) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from planner.placement.base import PlacedInstance, Placement
 from planner.search.goodput import Rate, Trial, replicated
 from planner.search.layouts import Kind
 from planner.simulator.cluster import KvPath, Run, System
-from planner.simulator.metrics import Latencies, attainment, binding_term, latencies, utilisation
+from planner.simulator.metrics import Latencies, Load, attainment, binding_term, latencies, load_of
 from planner.sources.problem import Problem
 
 
@@ -49,9 +49,9 @@ class Report:
     rate_rps: float
     attainment: tuple[float, ...]
     latencies: Latencies
-    utilisation: dict[str, float]
+    load: dict[str, Load]
+    """Per phase."""
     link_utilisation: tuple[tuple[str, float], ...]
-    binding: str
     ttft_missed: float
     tpot_missed: float
     preemptions: int
@@ -104,52 +104,63 @@ def _path(problem: Problem, pair: tuple[int, int], way: Route, links: tuple[int,
 
 def claim(problem: Problem, trial: Trial, placed: Placed, guess_rps: float) -> Rate:
     """Return the replayed goodput with its interval over the problem's seeds, and what is missed first beyond it."""
-    seeds = [problem.seed + k for k in range(problem.search.seeds)]
-    rate = replicated(trial, placed.system, guess_rps, seeds)
+    rate = replicated(trial, placed.system, guess_rps, seeds_of(problem))
     if rate.goodput_rps <= 0:
         return rate
     beyond = trial.with_seed(problem.seed).run(placed.system, rate.goodput_rps * 1.05)
-    return replace(rate, binding=binding_term(beyond, trial.slos, trial.warmup_s)[0])
+    return replace(rate, binding=binding_term([beyond], trial.slos, trial.warmup_s)[0])
+
+
+def seeds_of(problem: Problem) -> list[int]:
+    """Return the seeds of the replicates."""
+    return [problem.seed + k for k in range(problem.search.seeds)]
 
 
 def report(problem: Problem, trial: Trial, placed: Placed, rate_rps: float) -> Report:
-    """Return what happens at `rate_rps`."""
-    run = trial.with_seed(problem.seed).run(placed.system, rate_rps)
-    phases = [kind.phase for kind in placed.kinds]
-    binding, late, slow = binding_term(run, trial.slos, trial.warmup_s)
+    """Return what happens at `rate_rps`, over all seeds."""
+    runs = [trial.with_seed(seed).run(placed.system, rate_rps) for seed in seeds_of(problem)]
+    _, late, slow = binding_term(runs, trial.slos, trial.warmup_s)
     return Report(
         rate_rps=rate_rps,
-        attainment=attainment(run, trial.slos, trial.warmup_s),
-        latencies=latencies(run, trial.warmup_s),
-        utilisation={
-            phase: utilisation(run, [i for i, other in enumerate(phases) if other == phase])
-            for phase in dict.fromkeys(phases)
-        },
-        link_utilisation=_link_utilisation(problem, placed, run),
-        binding=binding, ttft_missed=late, tpot_missed=slow,
-        preemptions=int(run.preemptions.sum()),
-        shares=_shares(run, phases),
+        attainment=attainment(runs, trial.slos, trial.warmup_s),
+        latencies=latencies(runs, trial.warmup_s),
+        load=_load(placed, runs),
+        link_utilisation=_link_utilisation(problem, placed, runs),
+        ttft_missed=late,
+        tpot_missed=slow,
+        preemptions=sum(int(run.preemptions.sum()) for run in runs),
+        shares=_shares(placed, runs),
     )
 
 
-def _link_utilisation(problem: Problem, placed: Placed, run: Run) -> tuple[tuple[str, float], ...]:
-    """Return the five busiest links with the share of their capacity that was used."""
-    horizon_s = float(run.requests.arrival_s[-1]) if len(run.requests) else 0.0
-    if horizon_s <= 0:
-        return ()
-    used = [
-        (problem.topology.links[link].name, float(sent / (horizon_s * problem.topology.links[link].bytes_per_s)))
-        for link, sent in zip(placed.links, run.link_bytes, strict=True)
-    ]
-    return tuple(sorted(used, key=lambda item: (-item[1], item[0]))[:5])
-
-
-def _shares(run: Run, phases: list) -> dict[tuple[int, int], float]:
-    """Return where each prefill instance's requests went."""
-    moved = run.decode_at >= 0
-    counts = np.zeros((len(phases), len(phases)))
-    np.add.at(counts, (run.prefill_at[moved], run.decode_at[moved]), 1.0)
-    totals = counts.sum(axis=1)
+def _load(placed: Placed, runs: Sequence[Run]) -> dict[str, Load]:
+    """Return the load per phase."""
+    by_phase: dict[str, list[int]] = {}
+    for at, kind in enumerate(placed.kinds):
+        by_phase.setdefault(kind.phase, []).append(at)
     return {
-        (int(p), int(d)): float(counts[p, d] / totals[p]) for p, d in zip(*np.nonzero(counts), strict=True)
+        phase: load_of(runs, rows, [placed.kinds[at].limits.kv_blocks for at in rows]) for phase, rows in by_phase.items()
     }
+
+
+def _link_utilisation(problem: Problem, placed: Placed, runs: Sequence[Run]) -> tuple[tuple[str, float], ...]:
+    """Return the five busiest links with the share of their capacity that was used, averaged over the runs."""
+    links = [problem.topology.links[id_] for id_ in placed.links]
+    used = np.zeros(len(links))
+    for run in runs:
+        horizon_s = float(run.requests.arrival_s[-1]) if len(run.requests) else 0.0
+        if horizon_s > 0:
+            used += run.link_bytes / (horizon_s * np.array([link.bytes_per_s for link in links])) / len(runs)
+    named = [(link.name, float(share)) for link, share in zip(links, used, strict=True)]
+    return tuple(sorted(named, key=lambda item: (-item[1], item[0]))[:5])
+
+
+def _shares(placed: Placed, runs: Sequence[Run]) -> dict[tuple[int, int], float]:
+    """Return where each prefill instance's requests went."""
+    counts = np.zeros((len(placed.kinds), len(placed.kinds)))
+    for run in runs:
+        moved = run.decode_at >= 0
+        np.add.at(counts, (run.prefill_at[moved], run.decode_at[moved]), 1.0)
+    totals = counts.sum(axis=1)
+    pairs = zip(*np.nonzero(counts), strict=True)
+    return {(int(p), int(d)): float(counts[p, d] / totals[p]) for p, d in pairs}

@@ -154,7 +154,10 @@ def _busy(option: Option) -> RenderableType:
     """How busy the sides and the busiest links are."""
     from rich.text import Text
 
-    sides = ", ".join(f"{phase} {share:.0%}" for phase, share in option.report.utilisation.items())
+    sides = ", ".join(
+        f"{phase} {load.busy:.0%} (batch {load.batch:.3g} on average, KV {load.kv_peak:.0%} full at worst)"
+        for phase, load in option.report.load.items()
+    )
     links = ", ".join(f"{name} {share:.1%}" for name, share in option.report.link_utilisation[:2])
     swaps = f"; {option.report.preemptions} preemptions" if option.report.preemptions else ""
     return Text(f"Busy at that rate: {sides}{'; busiest links ' + links if links else ''}{swaps}", overflow="fold")

@@ -93,7 +93,7 @@ def _interference(problem: Problem, trials: Trials, d: Option, a: Option) -> str
     """Return what keeps the aggregated way from the disaggregated way's rate."""
     rate_rps = d.per_gpu_rps * a.gpus
     run = trials.quoting.run(a.placed.system, rate_rps)
-    bound, late, slow = binding_term(run, problem.slos, trials.quoting.warmup_s)
+    bound, late, slow = binding_term([run], problem.slos, trials.quoting.warmup_s)
     return (
         f"interference decides: at this rate per GPU the aggregated way misses {bound} for {max(late, slow):.0%} of requests "
         f"(TTFT {late:.0%}, TPOT {slow:.0%}), because prompts and decode steps share its iterations"
@@ -109,7 +109,7 @@ def _cost_of_splitting(problem: Problem, trials: Trials, d: Option, a: Option) -
             f"KV transfer decides: with a free network it would reach {free:.3g} requests/s per GPU instead of "
             f"{d.per_gpu_rps:.3g}; the hand-off takes {show_seconds(terms.handoff.p90_s)} (p90)"
         )
-    busy = d.report.utilisation
+    busy = {phase: load.busy for phase, load in d.report.load.items()}
     idle = min(busy, key=lambda phase: busy[phase])
     if busy[idle] < 0.6:
         return (

@@ -13,7 +13,7 @@ from planner.deploy import system_of
 from planner.errors import InputError
 from planner.search.goodput import Trial
 from planner.simulator.cluster import Run
-from planner.simulator.metrics import Latencies, attainment, binding_term, latencies, utilisation
+from planner.simulator.metrics import Latencies, attainment, binding_term, latencies, load_of
 from planner.sources.workloads import read_workload
 from planner.specs.base import Document, resolve
 from planner.specs.deployment import Deployment
@@ -39,7 +39,7 @@ class Outcome:
     @property
     def latencies(self) -> Latencies:
         """TTFT itemised, and TPOT."""
-        return latencies(self.run, self.trial.warmup_s)
+        return latencies([self.run], self.trial.warmup_s)
 
 
 def simulate_deployment(
@@ -61,8 +61,8 @@ def simulate_deployment(
 def summary(outcome: Outcome) -> dict[str, Any]:
     """Return the outcome as plain data (times in seconds; null where there is no value)."""
     names = [slo.name or "all" for slo in outcome.deployment.slo]
-    shares = attainment(outcome.run, outcome.deployment.slo, outcome.trial.warmup_s)
-    binding, late, slow = binding_term(outcome.run, outcome.deployment.slo, outcome.trial.warmup_s)
+    shares = attainment([outcome.run], outcome.deployment.slo, outcome.trial.warmup_s)
+    binding, late, slow = binding_term([outcome.run], outcome.deployment.slo, outcome.trial.warmup_s)
     times = {
         name: {key: value if isfinite(value) else None for key, value in spread.items()}
         for name, spread in asdict(outcome.latencies).items()
@@ -74,7 +74,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "missed_more": binding, "missed_ttft": late, "missed_tpot": slow,
         "times": times,
         "utilisation": {
-            instance.name: utilisation(outcome.run, [at]) for at, instance in enumerate(outcome.deployment.instances)
+            instance.name: load_of([outcome.run], [at], [instance.limits.kv_blocks]).busy for at, instance in enumerate(outcome.deployment.instances)
         },
         "preemptions": int(outcome.run.preemptions.sum()),
     }

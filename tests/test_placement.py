@@ -70,7 +70,7 @@ H100 = kinds(
 )
 
 
-# --- brute force: every placement on named pools, flows by maximum flow. No code is shared with the program ---
+# --- brute force: every placement on named pools, flows by maximum flow; no code shared with the program ---
 
 
 def contents(pool: Pool, candidates: Sequence[Candidate]) -> list[tuple[int, ...]]:
@@ -523,8 +523,8 @@ def test_an_nvlink_domain_takes_groups_across_trays_but_never_across_domains():
     for each in placement.instances:
         assert len({gpu.node[:2] for gpu in each.gpus}) == 1
         assert len({gpu.node for gpu in each.gpus}) == each.layout.tp // 4
-    # a domain of 72 GPUs holds 9 x TP8, or 9 - 2 d beside d decode groups of 16. Over both domains, 4 decode and
-    # 10 prefill make min(84, 100) = 84; 5 decode leave 8 prefill, 80.
+    # a domain of 72 GPUs holds 9 x TP8, or 9 - 2 d beside d decode groups of 16. Over both domains, 4 decode
+    # and 10 prefill make min(84, 100) = 84; 5 decode leave 8 prefill, 80.
     assert placement.value_rps == pytest.approx(84.0)
 
 

@@ -7,9 +7,9 @@ queues of large pools never fill, and the ranking flips.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, sqrt
+from math import exp, isfinite, sqrt
 
 import numpy as np
 from scipy import stats
@@ -54,7 +54,7 @@ class Trial:
     def margin(self, system: System, rate_rps: float) -> float:
         """Return by how much attainment exceeds the target at this rate; negative when it falls short."""
         run = self.run(system, rate_rps, stop_when_missed=True)
-        return -1.0 if run.stopped_early else margin(run, self.slos, self.warmup_s)
+        return -1.0 if run.stopped_early else margin([run], self.slos, self.warmup_s)
 
     def with_seed(self, seed: int) -> Trial:
         """Return the same with other luck."""
@@ -105,7 +105,8 @@ class Rate:
     goodput_rps: float
     low_rps: float
     high_rps: float
-    per_seed_rps: tuple[float, ...]
+    margin: float = 0.0
+    """By how much attainment, pooled over the seeds, exceeds the target at this rate."""
     binding: str = ""
 
     @property
@@ -115,16 +116,49 @@ class Rate:
 
 
 def replicated(trial: Trial, system: System, guess_rps: float, seeds: Sequence[int], precision: float = 0.005) -> Rate:
-    """Return the mean goodput over `seeds` with its 95 % confidence interval (Student's t)."""
-    values: list[float] = []
-    for seed in seeds:
-        values.append(goodput_rps(trial.with_seed(seed), system, values[-1] if values else guess_rps, precision))
-    mean = float(np.mean(values))
-    half = 0.0
-    if len(values) > 1:
-        half = float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / sqrt(len(values)))
-    half = max(half, precision * mean)  # bisection stops that far apart
-    return Rate(mean, max(mean - half, 0.0), mean + half, tuple(values))
+    """Return the highest rate at which the seeds together attain the target, with its 95 % confidence interval.
+
+    The seeds are pooled, so at the rate that is returned the target is met on average over them (a mean of each
+    seed's own goodput would lie beyond the cliff of some). The interval is a jackknife over the seeds.
+    """
+    curve: dict[float, np.ndarray] = {}
+
+    def passes(rate_rps: float) -> bool:
+        curve[rate_rps] = np.array([_full_margin(trial.with_seed(seed), system, rate_rps) for seed in seeds])
+        return bool(curve[rate_rps].mean() >= 0.0)
+
+    if not isfinite(guess_rps) or guess_rps <= 0:
+        guess_rps = 1.0
+    best = bisect(passes, guess_rps * 0.95, guess_rps * 1.05, precision)
+    if best <= 0:
+        return Rate(0.0, 0.0, 0.0)
+    half = max(_jackknife(curve), precision)  # the bisection stops that far apart
+    return Rate(best, best * exp(-half), best * exp(half), float(curve[best].mean()))
+
+
+def _full_margin(trial: Trial, system: System, rate_rps: float) -> float:
+    return margin([trial.run(system, rate_rps)], trial.slos, trial.warmup_s)
+
+
+def _jackknife(curve: Mapping[float, np.ndarray]) -> float:
+    """Return the half width of the interval in log rate, from each seed's weight on where the pooled curve crosses 0."""
+    rates = np.array(sorted(curve))
+    margins = np.array([curve[rate] for rate in rates])
+    count = margins.shape[1]
+    if count < 2 or len(rates) < 2:
+        return 0.0
+    without = [_crossing(rates, np.delete(margins, k, axis=1).mean(axis=1)) for k in range(count)]
+    error = sqrt((count - 1) / count * float(((np.array(without) - np.mean(without)) ** 2).sum()))
+    return float(stats.t.ppf(0.975, count - 1)) * error
+
+
+def _crossing(rates: np.ndarray, margins: np.ndarray) -> float:
+    """Return the log rate at which a falling curve crosses 0, extended beyond its ends by its outer slopes."""
+    logs = np.log(rates)
+    falling = np.minimum.accumulate(margins) - 1e-9 * np.arange(len(margins))
+    at = int(np.clip(np.searchsorted(-falling, 0.0), 1, len(rates) - 1))
+    slope = (falling[at] - falling[at - 1]) / (logs[at] - logs[at - 1])
+    return float(np.clip(logs[at] - falling[at] / slope, logs[0] - 0.25, logs[-1] + 0.25))
 
 
 def pool(kinds: Sequence[tuple[Kind, int]], kv_bytes_per_token: float, **common: object) -> System:

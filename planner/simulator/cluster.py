@@ -212,6 +212,8 @@ def _step_done(w, lane, now_s, horizon_s):
         start_step(w, lane, now_s)
         if w.instance[i].phase == DECODE:
             admit_pulls(w, i, now_s)
+        elif w.instance[i].stages > 1:  # blocks that this lane let go of may be what an idle one waited for
+            _start_lanes(w, i, now_s)
 
 
 @inlined
@@ -229,24 +231,41 @@ def _arrive(w, r, now_s):
     """Send a new request to the instance with the least work left."""
     for i in range(len(w.instance)):
         me = w.instance[i]
-        w.choice[1, i] = me.entry
-        if me.entry > 0.0:
+        w.choice[1, i] = _may_enter(w, i, r)
+        if w.choice[1, i] > 0.0:
             busy_until_s = w.stage[i, 0].free_s
             if me.phase == AGGREGATED:  # its steps can be joined soon: what counts is how long they have become
                 busy_until_s = now_s + _step_length_s(w, i)
             w.choice[0, i] = work_left_s(now_s, busy_until_s, me.queued_s)
     i = pick_least(w.choice[0], w.choice[1], w.scalar[0].last_entry)
+    if i < 0:
+        check_ttft(w, r, np.inf)  # nobody can ever hold it: refused
+        return
     w.scalar[0].last_entry = i
     it, me = w.request[r], w.instance[i]
     it.prefill_at = i
-    if blocks_of(w, it.prompt + it.output) > w.scalar[0].most_blocks:
-        check_ttft(w, r, np.inf)  # nobody can ever hold it: refused
-        return
     me.queued_s += alone_s(w, i, it.prompt)
     push(w, i, r)
     if me.phase == PREFILL:
         start_prefill(w, i, now_s)
-        return
+    else:
+        _start_lanes(w, i, now_s)
+
+
+@inlined
+def _may_enter(w, i, r):
+    """Return 1.0 when instance `i` takes new requests and its blocks, and those it hands over to, can ever hold `r`."""
+    me, it = w.instance[i], w.request[r]
+    if me.entry <= 0.0 or blocks_of(w, it.prompt) > me.blocks:
+        return 0.0
+    ends_here = me.phase == PREFILL and it.output < 2
+    return 1.0 if ends_here or blocks_of(w, it.prompt + it.output) <= me.reach_blocks else 0.0
+
+
+@inlined
+def _start_lanes(w, i, now_s):
+    """Let the idle lanes of an aggregated instance take what waits."""
+    me = w.instance[i]
     for lane in range(me.first_lane, me.first_lane + me.stages):
         if w.queue[i].size > 0:
             start_step(w, lane, now_s)
@@ -286,9 +305,10 @@ def _prefilled(w, first, now_s):
 @inlined
 def _send_to_decode(w, r, i, now_s):
     """Queue request `r` at the decode instance with the least of its KV blocks spoken for."""
+    whole = blocks_of(w, w.request[r].prompt + w.request[r].output)
     for d in range(len(w.instance)):
         me = w.instance[d]
-        w.choice[1, d] = w.path[i, d].allowed
+        w.choice[1, d] = w.path[i, d].allowed if whole <= me.blocks else 0.0
         if w.choice[1, d] > 0.0:
             w.choice[0, d] = decode_load(me.blocks - me.free_blocks, me.waiting_blocks, me.blocks)
     d = pick_least(w.choice[0], w.choice[1], w.scalar[0].last_decode)
@@ -324,7 +344,7 @@ def _world(system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: 
     link = np.zeros(len(system.link_bytes_per_s), LINK)
     link["bytes_per_s"] = system.link_bytes_per_s
     return World(
-        instance=_instances(system),
+        instance=_instances(system, path),
         law=np.array([i.cost.parameters for i in instances]),
         stage=_stages(instances),
         lane=_lanes(stages),
@@ -334,7 +354,8 @@ def _world(system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: 
         goal=_goals(requests, slos, warmup_s, stop),
         queue=np.zeros(2 * len(instances) + 2 * lanes, QUEUE),
         step=np.zeros(lanes + 1, EVENT),
-        event=np.zeros(64 + sum(2 * s + 4 + system.max_pulls for s in stages), EVENT),
+        # a request is in one event at a time: between uneven stages, batches pile up without limit
+        event=np.zeros(len(requests) + 2 * len(instances) + 1, EVENT),
         flow=np.zeros(len(instances) * system.max_pulls + 2, FLOW),
         path=path, hop=hop, link=link,
         choice=np.zeros((2, len(instances))),
@@ -342,7 +363,7 @@ def _world(system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: 
     )
 
 
-def _instances(system: System) -> np.ndarray:
+def _instances(system: System, path: np.ndarray) -> np.ndarray:
     """Return one INSTANCE record per instance."""
     block_bytes = system.instances[0].limits.block_tokens * system.kv_bytes_per_token
     rows, first_lane = np.zeros(len(system.instances), INSTANCE), 0
@@ -356,6 +377,8 @@ def _instances(system: System) -> np.ndarray:
         row["entry"] = float(instance.phase != "decode")
         row["free_blocks"] = row["least_free_blocks"] = limits.kv_blocks
         first_lane += stages
+    reached = np.where(path["allowed"] > 0, rows["blocks"], 0).max(axis=1)
+    rows["reach_blocks"] = np.where(rows["phase"] == PREFILL, reached, rows["blocks"])
     return rows
 
 
@@ -404,7 +427,6 @@ def _scalars(system: System) -> np.ndarray:
     rows["block_tokens"] = system.instances[0].limits.block_tokens
     rows["first_token_at_prefill"] = system.first_token_at == "prefill"
     rows["max_pulls"], rows["kv_bytes_per_token"] = system.max_pulls, system.kv_bytes_per_token
-    rows["most_blocks"] = min(i.limits.kv_blocks for i in system.instances)
     rows["last_entry"] = rows["last_decode"] = -1
     return rows
 

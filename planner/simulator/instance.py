@@ -80,6 +80,13 @@ def alone_s(w, i, prompt):
 
 
 @inlined
+def _leave_queue(w, i, prompt):
+    """Take a prompt that was popped off the work that waits: exactly none is left with the last, or ties break."""
+    left_s = w.instance[i].queued_s - alone_s(w, i, prompt)
+    w.instance[i].queued_s = left_s if w.queue[i].size > 0 else 0.0
+
+
+@inlined
 def _pass_pipeline(w, i, now_s, extra_s, prefills, tokens, attended, decodes, context):
     """Send one iteration through the stages of instance `i`; return when it starts, clears stage 0, and ends."""
     me = w.instance[i]
@@ -118,7 +125,7 @@ def start_prefill(w, i, now_s):
             break
         r = pop(w, i)
         take_blocks(w, i, blocks)
-        me.queued_s -= alone_s(w, i, prompt)
+        _leave_queue(w, i, prompt)
         w.request[r].after = -1
         if first < 0:
             first = r
@@ -396,7 +403,7 @@ def _admit_prompt(w, i, lane, now_s):
     r = pop(w, i)
     take_blocks(w, i, blocks)
     me.members += 1
-    me.queued_s -= alone_s(w, i, context)
+    _leave_queue(w, i, context)
     if w.request[r].generated == 0:
         w.request[r].prefill_start_s = now_s
     push(w, _chunking(w, lane), r)

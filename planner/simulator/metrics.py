@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,22 +24,24 @@ def attained(run: Run, slos: tuple[Slo, ...]) -> np.ndarray:
     return met
 
 
-def attainment(run: Run, slos: tuple[Slo, ...], warmup_s: float = 0.0) -> tuple[float, ...]:
+def attainment(runs: Sequence[Run], slos: tuple[Slo, ...], warmup_s: float = 0.0) -> tuple[float, ...]:
     """Return the share of requests that met their SLO, per class, of those that arrived after the warm-up.
 
-    A class without requests counts as met.
+    Runs are pooled. A class without requests counts as met.
     """
-    met, counted = attained(run, slos), run.requests.arrival_s >= warmup_s
-    shares = []
-    for of_class in range(len(slos)):
-        rows = counted & (run.requests.slo_class == of_class)
-        shares.append(float(met[rows].mean()) if rows.any() else 1.0)
-    return tuple(shares)
+    met = np.concatenate([attained(run, slos)[_counted(run, warmup_s)] for run in runs])
+    classes = np.concatenate([run.requests.slo_class[_counted(run, warmup_s)] for run in runs])
+    of_class = [met[classes == at] for at in range(len(slos))]
+    return tuple(float(rows.mean()) if len(rows) else 1.0 for rows in of_class)
 
 
-def margin(run: Run, slos: tuple[Slo, ...], warmup_s: float = 0.0) -> float:
+def _counted(run: Run, warmup_s: float) -> np.ndarray:
+    return run.requests.arrival_s >= warmup_s
+
+
+def margin(runs: Sequence[Run], slos: tuple[Slo, ...], warmup_s: float = 0.0) -> float:
     """Return by how much the worst class is above its target attainment (below, when negative)."""
-    shares = attainment(run, slos, warmup_s)
+    shares = attainment(runs, slos, warmup_s)
     return min(share - slo.attainment for share, slo in zip(shares, slos, strict=True))
 
 
@@ -72,40 +75,61 @@ class Latencies:
     tpot: Spread
 
 
-def latencies(run: Run, warmup_s: float = 0.0) -> Latencies:
-    """Return TTFT itemised: waiting for prefill, prefill itself, hand-off (waiting for blocks on the decode side and
-    the transfer), and the wait for the first decode step. Terms that come after the first token are nil."""
-    rows = run.requests.arrival_s >= warmup_s
-    pulled = np.isfinite(run.pull_end_s)
-    in_ttft = pulled & (run.first_token_s >= run.pull_end_s)
-    handoff_s = np.where(in_ttft, run.pull_end_s - run.prefill_end_s, 0.0)
-    wait_s = np.where(in_ttft, run.first_step_s - run.pull_end_s, 0.0)
-    return Latencies(
-        ttft=Spread.of(run.ttft_s[rows]),
-        queue=Spread.of((run.prefill_start_s - run.requests.arrival_s)[rows]),
-        prefill=Spread.of((run.prefill_end_s - run.prefill_start_s)[rows]),
-        handoff=Spread.of(handoff_s[rows]),
-        first_decode_wait=Spread.of(wait_s[rows]),
-        tpot=Spread.of(run.tpot_s[rows]),
-    )
+def latencies(runs: Sequence[Run], warmup_s: float = 0.0) -> Latencies:
+    """Return TTFT itemised, and TPOT, over all runs' requests after the warm-up.
+
+    The terms: waiting for prefill, prefill itself, hand-off (waiting for blocks on the decode side, and the transfer),
+    and the wait for the first decode step. Terms that come after the first token are nil.
+    """
+    columns = [_terms(run)[:, _counted(run, warmup_s)] for run in runs]
+    return Latencies(*(Spread.of(values) for values in np.concatenate(columns, axis=1)))
 
 
-def utilisation(run: Run, instances: list[int]) -> float:
-    """Return the mean share of time that the given instances' slowest stage was busy while requests arrived."""
-    horizon_s = float(run.requests.arrival_s[-1]) if len(run.requests) else 0.0
-    if not instances or horizon_s <= 0:
-        return 0.0
-    return float(np.minimum(run.busy_s[instances] / horizon_s, 1.0).mean())
+def _terms(run: Run) -> np.ndarray:
+    """Return one row per field of `Latencies`, one column per request [s]."""
+    in_ttft = np.isfinite(run.pull_end_s) & (run.first_token_s >= run.pull_end_s)
+    return np.array([
+        run.ttft_s,
+        run.prefill_start_s - run.requests.arrival_s,
+        run.prefill_end_s - run.prefill_start_s,
+        np.where(in_ttft, run.pull_end_s - run.prefill_end_s, 0.0),
+        np.where(in_ttft, run.first_step_s - run.pull_end_s, 0.0),
+        run.tpot_s,
+    ])
 
 
-def binding_term(run: Run, slos: tuple[Slo, ...], warmup_s: float = 0.0) -> tuple[str, float, float]:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How loaded some instances were."""
+
+    busy: float
+    """Share of the time in which the slowest stage works."""
+    batch: float
+    """Requests in an iteration, averaged over busy time."""
+    kv_peak: float
+    """Share of the KV blocks in use at the worst moment of any of them."""
+
+
+def load_of(runs: Sequence[Run], instances: list[int], blocks: list[int]) -> Load:
+    """Return the load of the given instances (positions) with that many blocks, averaged over the runs."""
+    busy, batch, peak = [], [], 0.0
+    for run in runs:
+        horizon_s = float(run.requests.arrival_s[-1]) if len(run.requests) else 0.0
+        if horizon_s > 0:
+            busy.append(np.minimum(run.busy_s[instances] / horizon_s, 1.0).mean())
+            batch.append(run.batch_s[instances].sum() / max(run.busy_s[instances].sum(), 1e-12))
+        peak = max([peak, *(1 - run.least_free_blocks[i] / b for i, b in zip(instances, blocks, strict=True))])
+    return Load(float(np.mean(busy or [0.0])), float(np.mean(batch or [0.0])), float(peak))
+
+
+def binding_term(runs: Sequence[Run], slos: tuple[Slo, ...], warmup_s: float = 0.0) -> tuple[str, float, float]:
     """Return which bound is missed more often, "TTFT" or "TPOT", and the shares that miss TTFT and TPOT."""
-    counted = run.requests.arrival_s >= warmup_s
-    late = np.zeros(len(counted), bool)
-    slow = np.zeros(len(counted), bool)
-    for of_class, slo in enumerate(slos):
-        rows = run.requests.slo_class == of_class
-        late[rows] = ~(run.ttft_s[rows] <= slo.ttft_s * (1 + 1e-9))
-        slow[rows] = run.tpot_s[rows] > slo.tpot_s * (1 + 1e-9)
-    misses = float(late[counted].mean()), float(slow[counted].mean())
+    late, slow = [], []
+    for run in runs:
+        rows = _counted(run, warmup_s)
+        ttft_s = np.array([slo.ttft_s for slo in slos])[run.requests.slo_class]
+        tpot_s = np.array([slo.tpot_s for slo in slos])[run.requests.slo_class]
+        late.append(~(run.ttft_s <= ttft_s * (1 + 1e-9))[rows])
+        slow.append((run.tpot_s > tpot_s * (1 + 1e-9))[rows])
+    misses = float(np.concatenate(late).mean()), float(np.concatenate(slow).mean())
     return ("TTFT" if misses[0] >= misses[1] else "TPOT"), *misses

@@ -65,7 +65,7 @@ def next_end_s(w):
     for f in range(w.scalar[0].flows):
         if w.flow[f].rate > 0.0:
             left_s = w.flow[f].left_bytes / w.flow[f].rate
-            best_s = min(best_s, w.scalar[0].settled_s + max(left_s - 0.5 * _TICK_S, 0.0))
+            best_s = min(best_s, w.scalar[0].settled_s + (left_s if left_s > _TICK_S else 0.0))
     return best_s
 
 
@@ -120,7 +120,7 @@ def _freeze(w, count, fair):
         if flow.rate != -2.0:
             continue
         path = w.path[flow.source, flow.target]
-        flow.rate = fair if path.first_hop < path.end_hop else 1e18
+        flow.rate = fair if path.first_hop < path.end_hop else np.inf
         fixed += 1
         for h in range(path.first_hop, path.end_hop):
             link = w.link[w.hop[h].link]

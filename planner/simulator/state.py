@@ -17,6 +17,7 @@ INSTANCE = np.dtype([
     # what it is
     ("phase", "i8"), ("stages", "i8"), ("first_lane", "i8"), ("handoff_s", "f8"), ("handoff_s_per_token", "f8"),
     ("max_batch", "i8"), ("max_tokens", "i8"), ("blocks", "i8"), ("swap_s_per_block", "f8"), ("entry", "f8"),
+    ("reach_blocks", "i8"),  # of the roomiest instance that its requests decode on
     # how it stands
     ("free_blocks", "i8"), ("members", "i8"), ("pulls", "i8"), ("waiting_blocks", "i8"), ("queued_s", "f8"),
     # what it has done
@@ -47,7 +48,7 @@ GOAL = np.dtype([("ttft_s", "f8"), ("tpot_s", "f8"), ("inclusive", "i8"), ("budg
 
 SCALAR = np.dtype([
     ("block_tokens", "i8"), ("first_token_at_prefill", "i8"), ("max_pulls", "i8"), ("kv_bytes_per_token", "f8"),
-    ("events", "i8"), ("steps", "i8"), ("serial", "i8"), ("waiting_pulls", "i8"), ("flows", "i8"), ("settled_s", "f8"), ("most_blocks", "i8"),
+    ("events", "i8"), ("steps", "i8"), ("serial", "i8"), ("waiting_pulls", "i8"), ("flows", "i8"), ("settled_s", "f8"),
     ("last_entry", "i8"), ("last_decode", "i8"),
 ])
 
