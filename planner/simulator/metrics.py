@@ -17,11 +17,17 @@ def attained(run: Run, slos: tuple[Slo, ...]) -> np.ndarray:
     met = np.zeros(len(requests), bool)
     for of_class, slo in enumerate(slos):
         rows = requests.slo_class == of_class
-        tpot_s = slo.request_tpot_s(
-            requests.arrival_s[rows], run.first_token_s[rows], run.finish_s[rows], requests.output_tokens[rows]
-        )
-        met[rows] = attains(run.ttft_s[rows], tpot_s, slo) & np.isfinite(run.finish_s[rows])
+        met[rows] = attains(run.ttft_s[rows], _own_tpot_s(run, slo)[rows], slo) & np.isfinite(run.finish_s[rows])
     return met
+
+
+def _own_tpot_s(run: Run, slo: Slo) -> np.ndarray:
+    """Return the TPOT of each request [s] by the definition of `slo`."""
+    requests = run.requests
+    tpot_s: np.ndarray = slo.request_tpot_s(
+        requests.arrival_s, run.first_token_s, run.finish_s, requests.output_tokens
+    )
+    return tpot_s
 
 
 def attainment(runs: Sequence[Run], slos: tuple[Slo, ...], warmup_s: float = 0.0) -> tuple[float, ...]:
@@ -79,7 +85,8 @@ def latencies(runs: Sequence[Run], warmup_s: float = 0.0) -> Latencies:
     """Return TTFT itemised, and TPOT, over all runs' requests after the warm-up.
 
     The terms: waiting for prefill, prefill itself, hand-off (waiting for blocks on the decode side, and the transfer),
-    and the wait for the first decode step. Terms that come after the first token are nil.
+    and the wait for the first decode step. Terms that come after the first token are nil. Requests that never got a
+    token are left out of all of them.
     """
     columns = [_terms(run)[:, _counted(run, warmup_s)] for run in runs]
     return Latencies(*(Spread.of(values) for values in np.concatenate(columns, axis=1)))
@@ -87,8 +94,8 @@ def latencies(runs: Sequence[Run], warmup_s: float = 0.0) -> Latencies:
 
 def _terms(run: Run) -> np.ndarray:
     """Return one row per field of `Latencies`, one column per request [s]."""
-    in_ttft = np.isfinite(run.pull_end_s) & (run.first_token_s >= run.pull_end_s)
-    return np.array([
+    in_ttft = np.isfinite(run.pull_end_s) & (run.first_token_s == run.first_step_s)
+    terms = np.array([
         run.ttft_s,
         run.prefill_start_s - run.requests.arrival_s,
         run.prefill_end_s - run.prefill_start_s,
@@ -96,6 +103,7 @@ def _terms(run: Run) -> np.ndarray:
         np.where(in_ttft, run.first_step_s - run.pull_end_s, 0.0),
         run.tpot_s,
     ])
+    return np.where(np.isfinite(run.ttft_s), terms, np.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +134,10 @@ def binding_term(runs: Sequence[Run], slos: tuple[Slo, ...], warmup_s: float = 0
     """Return which bound is missed more often, "TTFT" or "TPOT", and the shares that miss TTFT and TPOT."""
     late, slow = [], []
     for run in runs:
-        rows = _counted(run, warmup_s)
-        ttft_s = np.array([slo.ttft_s for slo in slos])[run.requests.slo_class]
-        tpot_s = np.array([slo.tpot_s for slo in slos])[run.requests.slo_class]
-        late.append(~(run.ttft_s <= ttft_s * (1 + 1e-9))[rows])
-        slow.append((run.tpot_s > tpot_s * (1 + 1e-9))[rows])
-    misses = float(np.concatenate(late).mean()), float(np.concatenate(slow).mean())
+        for of_class, slo in enumerate(slos):
+            rows = _counted(run, warmup_s) & (run.requests.slo_class == of_class)
+            late.append(~(run.ttft_s[rows] <= slo.ttft_s * (1 + 1e-9)))
+            slow.append(_own_tpot_s(run, slo)[rows] > slo.tpot_s * (1 + 1e-9))
+    everyone = max(sum(map(len, late)), 1)
+    misses = float(sum(rows.sum() for rows in late)) / everyone, float(sum(rows.sum() for rows in slow)) / everyone
     return ("TTFT" if misses[0] >= misses[1] else "TPOT"), *misses
