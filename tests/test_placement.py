@@ -606,6 +606,53 @@ def test_two_tensor_parallel_nodes_make_one_pipeline_and_its_kv_counts_against_t
     assert starved.value_rps == pytest.approx(2.96)
 
 
+def random_topology(rng: random.Random) -> Topology:
+    """Return a small cluster of mixed nodes: odd sizes, bridges, PCIe roots, slow slots, cards, racks."""
+    groups = []
+    for k in range(rng.randint(1, 3)):
+        kind = rng.choice(["nvswitch", "nvlink-pairs", "pcie"])
+        size = rng.choice([2, 4, 8] if kind == "nvlink-pairs" else [1, 2, 4, 5, 7, 8])
+        links = [f"kind: {kind}"]
+        if size > 2 and rng.random() < 0.5:
+            half = [list(range(size // 2)), list(range(size // 2, size))]
+            links.append(f"roots: [{{gpus: {half[0]}}}, {{gpus: {half[1]}}}]")
+        if kind == "pcie" and rng.random() < 0.3:
+            links.append("ports: [{gpu: 0, bytes_per_s: 4GB/s}]")
+        gpu = "l40s" if kind == "pcie" else rng.choice(["a100", "h100"])
+        cards = (
+            f"count: {rng.choice([1, 2, 8])}, bytes_per_s: {rng.choice([25, 100, 400])}Gb/s, kind: infiniband"
+        )
+        node = f"name: g{k}x, count: {rng.randint(1, 3)}, gpu: {gpu}, gpus: {size}, rack: {rng.choice('rs')}"
+        groups.append(f"  - {{{node}, links: {{{', '.join(links)}}}, nics: {{{cards}}}}}\n")
+    return cluster(f"nodes:\n{''.join(groups)}network: {{oversubscription: {rng.choice([1, 8])}}}\n")
+
+
+def test_random_real_clusters_get_placements_that_pass_their_check_or_a_reason():
+    placed = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        topology = random_topology(rng)
+        layouts = [Layout(*each) for each in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (4, 2), (2, 4), (3, 1))]
+        made = [
+            Candidate(phase, layout, gpu, rng.uniform(0.2, 2.0) * layout.gpus)
+            for gpu in sorted({node.gpu.name for node in topology.nodes})
+            for phase in ("prefill", "decode")
+            for layout in rng.sample(layouts, rng.randint(1, 4))
+        ]
+        program = Program(topology, tuple(made), rng.choice([0.0, 1e7, 1e9, 2e10]))
+        goal = rng.choice([{}, {"objective": "min_gpus", "rate_rps": 2.0}, {"rate_rps": 1.0}])
+        program = replace(program, **goal)
+        try:
+            placement = place(program)  # which raises where its own check finds a fault
+        except Unplaceable:
+            continue
+        placed += 1
+        if program.rate_rps is None:
+            bound = capacity_bound(topology, made, program.kv_bytes_per_request)
+            assert placement.value_rps <= placement.bound_rps * (1 + 1e-5) <= bound * (1 + 2e-3)
+    assert placed > 30
+
+
 # --- forced counts, demands, and what cannot be ---
 
 

@@ -45,10 +45,29 @@ def place(program: Program) -> Placement:
 
     Raises Unplaceable when there is none, InvariantError when it fails its own check.
     """
-    placement = _over_racks(program) or _whole(program)
+    placement = _over_racks(program) or _better(program, _whole(program))
     if faults := check(program, placement):
         raise InvariantError("the placement fails its own check: " + "; ".join(faults))
     return placement
+
+
+def _better(program: Program, placement: Placement) -> Placement:
+    """Return the greedy placement where that is better, which it can be once single cards or buses bind.
+
+    The program knows them only as sums over a pool; its bound holds for both.
+    """
+    if placement.gap <= program.gap or program.counts is not None or program.objective == "min_gpus":
+        return placement
+    from planner.placement.greedy import place_greedily  # it builds on this module
+
+    try:
+        other = place_greedily(program)
+    except Unplaceable:
+        return placement
+    if other.value_rps <= placement.value_rps:
+        return placement
+    gap = 1 - other.value_rps / placement.bound_rps
+    return replace(other, bound_rps=placement.bound_rps, gap=gap, seconds=placement.seconds + other.seconds)
 
 
 def _whole(program: Program) -> Placement:
@@ -216,7 +235,10 @@ def _settle(
     if any(one.instance.phase == "aggregated" for one in seated):
         return (), min(sum(one.rate_rps for one in seated), program.rate_rps or inf)
     carried = _carry(program, place, seated)
-    flows = _within_links(program, seated, _pair_up(carried, place, seated))
+    paired = _pair_up(carried, place, seated)
+    if isclose(carried.total_rps, total := sum(paired.values()), rel_tol=1e-5):  # wipe the solver's dust off
+        paired = {key: rate * carried.total_rps / total for key, rate in paired.items()}
+    flows = _within_links(program, seated, paired)
     sent: Counter[str] = Counter()
     for (prefill, _), rate in flows.items():
         sent[prefill] += rate  # type: ignore[assignment]
@@ -231,6 +253,7 @@ class Carried:
     own: dict[str, float]
     net: dict[str, float]
     stay: dict[str, float]
+    total_rps: float
 
 
 def _carry(program: Program, place: Site, seated: Sequence[Seated]) -> Carried:
@@ -266,7 +289,7 @@ def _carry(program: Program, place: Site, seated: Sequence[Seated]) -> Carried:
     best = next((value for value in round_values if isclose(value, best, rel_tol=1e-7)), best)
     exact = scale * best / total.value() if best > 0 else 0.0  # later goals may cost dust of the first
     read = lambda some: {key: exact * max(0.0, var.varValue) for key, var in some.items()}  # noqa: E731
-    return Carried(read(own), read(net), read(stay))
+    return Carried(read(own), read(net), read(stay), best * scale)
 
 
 def _limit_network(

@@ -77,9 +77,9 @@ class KvFlow:
 class Placement:
     """Instances on named GPUs, the flows between them, and how good that provably is.
 
-    `value_rps` is what the flows carry, and no placement of these candidates beats `bound_rps`. For `min_gpus`
-    the latter is the demand, and `bound_gpus` says how few GPUs could do. `gap` is the relative distance of
-    the objective (rate, or GPUs) from its bound; `seconds` is the processor time of solving.
+    `value_rps` is what the flows carry; no placement of these candidates beats `bound_rps`. For `min_gpus` it
+    is the demand, and `bound_gpus` says how few GPUs could do. `gap` is how far the objective (rate or
+    GPUs) is from its bound, relative to the larger; `seconds` is the processor time of solving.
     """
 
     instances: tuple[PlacedInstance, ...]

@@ -146,30 +146,32 @@ def _links(program: Program, placement: Placement) -> Iterator[str]:
 
 
 def _network(program: Program, placement: Placement, pools: Mapping[GpuId, Pool]) -> Iterator[str]:
-    """No pool sends or receives more than its cards carry, no rack more than its uplink."""
-    place, kv_bytes = site(program.topology), program.kv_bytes_per_request
+    """No pool sends or receives more than its cards carry, no rack more than its uplink.
+
+    On a real topology `_links` has checked the uplinks, and pipelines side by side, more exactly already.
+    """
+    place, exact = site(program.topology), isinstance(program.topology, Topology)
     by_name = {instance.name: instance for instance in placement.instances}
-    sent: Counter[tuple[str, str]] = Counter()
+    moved: dict[tuple[str, str], float] = defaultdict(float)
     for flow in placement.flows:
-        ends = [by_name[name] for name in (flow.prefill, flow.decode)]
-        homes = [Counter(pools[gpu].name for gpu in end.gpus) for end in ends]
-        if homes[0].keys() == homes[1].keys() and (
-            len(homes[0]) == 1 or isinstance(program.topology, Topology)
-        ):
-            continue  # inside one pool; or pipelines side by side, whose exact routes `_links` has checked
-        racks = [{place.rack(pools[gpu]) for gpu in end.gpus} for end in ends]
+        kv_bytes_per_s = flow.rate_rps * program.kv_bytes_per_request
+        ends = [by_name[name].gpus for name in (flow.prefill, flow.decode)]
+        homes = [Counter(pools[gpu].name for gpu in end) for end in ends]
+        racks = [Counter(place.rack(pools[gpu]) for gpu in end) for end in ends]
+        if homes[0].keys() == homes[1].keys() and (exact or len(homes[0]) == 1):
+            continue
         for end, way in enumerate(("out of", "into")):
             for home, gpus in homes[end].items():
-                sent[way, home] += flow.rate_rps * kv_bytes * gpus / len(ends[end].gpus)  # type: ignore[assignment]
-            if racks[0] != racks[1] and len(racks[end]) == 1:
-                sent[way, "rack " + next(iter(racks[end]))] += flow.rate_rps * kv_bytes  # type: ignore[assignment]
-    most: dict[tuple[str, str], float] = {}
-    for pool in place.pools:
-        most["out of", pool.name], most["into", pool.name] = pool.egress_bytes_per_s, pool.ingress_bytes_per_s
-    for rack, uplink in place.uplinks.items():
-        most["out of", "rack " + rack], most["into", "rack " + rack] = uplink
-    dust = _SLACK * placement.value_rps * kv_bytes  # a solver's zero is not quite zero
-    for (way, where), used in sorted(sent.items()):
+                moved[way, home] += kv_bytes_per_s * gpus / len(ends[end])
+            for rack, gpus in () if exact else racks[end].items():
+                away = 1 - racks[1 - end][rack] / len(ends[1 - end])
+                moved[way, "rack " + rack] += kv_bytes_per_s * away * gpus / len(ends[end])
+    most = {("out of", pool.name): pool.egress_bytes_per_s for pool in place.pools}
+    most |= {("into", pool.name): pool.ingress_bytes_per_s for pool in place.pools}
+    most |= {("out of", "rack " + rack): uplink[0] for rack, uplink in place.uplinks.items()}
+    most |= {("into", "rack " + rack): uplink[1] for rack, uplink in place.uplinks.items()}
+    dust = _SLACK * placement.value_rps * program.kv_bytes_per_request  # a solver's zero is not quite zero
+    for (way, where), used in sorted(moved.items()):
         if used > (limit := most.get((way, where), inf)) * (1 + _SLACK) + dust:
             yield f"{used / 1e9:.4g} GB/s of KV {way} {where}, which carries {limit / 1e9:.4g} GB/s"
 

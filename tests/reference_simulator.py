@@ -1,0 +1,476 @@
+"""A slow and plain simulator: the oracle that the compiled one must agree with, request by request.
+
+It is written from the rules alone, with none of the compiled one's short cuts: every decode step is an event, every
+request holds a counted number of KV blocks, sums are taken anew each time they are needed, and bandwidth is shared out
+one bottleneck at a time. The decisions are the policies' own, called as plain Python functions.
+
+Order at equal times: ends of transfers, then other events, then ends of steps, then arrivals; first come, first served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil, inf, nan
+
+from planner.cost.kernel import FAMILY, LINEAR, iteration_s
+from planner.policies.decode import admits
+from planner.policies.prefill import chunk_tokens, joins_batch
+from planner.policies.routing import decode_load, pick_least, work_left_s
+from planner.simulator.cluster import Instance, KvPath, System
+from planner.specs.workload import Requests
+
+admits, chunk_tokens, joins_batch = admits.py_func, chunk_tokens.py_func, joins_batch.py_func
+decode_load, pick_least, work_left_s = decode_load.py_func, pick_least.py_func, work_left_s.py_func
+
+TICK_S = 1e-9
+
+
+@dataclass(eq=False)
+class Job:
+    """One request and what happened to it."""
+
+    arrival_s: float
+    prompt: int
+    output: int
+    generated: int = 0
+    prefilled: int = 0
+    chunk: int = 0
+    prefill_at: int = -1
+    decode_at: int = -1
+    prefill_start_s: float = nan
+    prefill_end_s: float = nan
+    pull_start_s: float = nan
+    pull_end_s: float = nan
+    first_step_s: float = nan
+    finish_s: float = nan
+
+    @property
+    def context(self) -> int:
+        """Tokens so far, the newest included, whose KV is written by the next step."""
+        return self.prompt + self.generated
+
+
+@dataclass(eq=False)
+class Lane:
+    """One of the groups of requests that take turns in a pipeline."""
+
+    joining: list[Job] = field(default_factory=list)
+    running: list[Job] = field(default_factory=list)
+    chunking: list[Job] = field(default_factory=list)
+    in_flight: bool = False
+    penalty_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Box:
+    """One instance."""
+
+    number: int
+    spec: Instance
+    block_tokens: int
+    queue: list[Job] = field(default_factory=list)
+    swapped: list[Job] = field(default_factory=list)
+    pulling: list[Job] = field(default_factory=list)
+    held: dict[Job, int] = field(default_factory=dict)
+    lanes: list[Lane] = field(default_factory=list)
+    stage_free_s: list[float] = field(default_factory=list)
+    busy_s: float = 0.0
+    batch_s: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+    least_free_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        stages = len(self.spec.cost.stage_share)
+        self.lanes = [Lane() for _ in range(stages)]
+        self.stage_free_s = [0.0] * stages
+        self.least_free_blocks = self.spec.limits.kv_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return self.spec.limits.kv_blocks - sum(self.held.values())
+
+    @property
+    def members(self) -> int:
+        lanes = sum(len(lane.joining) + len(lane.running) + len(lane.chunking) for lane in self.lanes)
+        return lanes + len(self.swapped) + len(self.pulling)
+
+    def blocks(self, tokens: int) -> int:
+        return ceil(tokens / self.block_tokens)
+
+    def hold(self, job: Job, blocks: int) -> None:
+        self.held[job] = blocks
+        assert self.free_blocks >= 0
+        self.least_free_blocks = min(self.least_free_blocks, self.free_blocks)
+
+    def law_s(self, prefills: int, tokens: int, attended: float, decodes: int, context: int) -> float:
+        """Time of one iteration of the whole model [s]; the linear law by hand, any other by its own function."""
+        p = self.spec.cost.parameters.tolist()
+        if tokens == 0 and decodes == 0:
+            return 0.0
+        if p[FAMILY] != LINEAR:
+            return float(iteration_s(self.spec.cost.parameters, prefills, tokens, attended, decodes, context))
+        a, b, c = p[4:7] if decodes < p[10] else p[7:10]
+        decode_s = a + b * decodes + c * context if decodes else 0.0
+        if tokens == 0:
+            return decode_s
+        return max(p[1] + p[2] * (tokens + decodes) + p[3] * attended + (c * context if decodes else 0.0), decode_s)
+
+    def alone_s(self, prompt: int) -> float:
+        return max(self.spec.cost.stage_share) * self.law_s(1, prompt, float(prompt) ** 2, 0, 0)
+
+    def queued_s(self) -> float:
+        return sum(self.alone_s(job.context) for job in self.queue)
+
+    def iterate(self, now_s: float, extra_s: float, prefills: list[tuple[int, int]], decodes: list[Job]) -> list[float]:
+        """Send one iteration ((new, cached) tokens per prefill) through the stages; return when it clears each of them.
+
+        Entry 0 is when it starts.
+        """
+        tokens = sum(new for new, _ in prefills)
+        attended = float(sum(new * new + 2 * new * cached for new, cached in prefills))
+        whole_s = self.law_s(len(prefills), tokens, attended, len(decodes), sum(job.context for job in decodes))
+        cost = self.spec.cost
+        handoff_s = cost.handoff_s + cost.handoff_s_per_token * (tokens + len(decodes))
+        times, taken = [max(now_s, self.stage_free_s[0])], []
+        for s, share in enumerate(cost.stage_share):
+            last = s == len(cost.stage_share) - 1
+            taken.append((whole_s + extra_s) * share + (0.0 if last else handoff_s))
+            times.append(max(times[-1], self.stage_free_s[s]) + taken[-1])
+            self.stage_free_s[s] = times[-1]
+        self.busy_s += max(taken)
+        self.batch_s += max(taken) * (len(prefills) + len(decodes))
+        self.steps += 1
+        return times
+
+
+@dataclass(eq=False)
+class Flow:
+    """One transfer."""
+
+    job: Job
+    path: KvPath
+    left_bytes: float
+    rate: float = 0.0
+
+
+def fair_rates(shares: list[dict[int, float]], capacity: list[float]) -> list[float]:
+    """Return the max-min fair rate of each flow: find the tightest link, fix the flows on it, go on without them."""
+    rates: list[float] = [inf] * len(shares)
+    open_flows = {f for f, links in enumerate(shares) if links}
+    room = list(capacity)
+    while open_flows:
+        load = {link: sum(shares[f].get(link, 0.0) for f in open_flows) for link in range(len(capacity))}
+        rate, tightest = min((room[link] / load[link], link) for link in load if load[link] > 0)
+        for f in [f for f in open_flows if tightest in shares[f]]:
+            rates[f] = rate
+            open_flows.remove(f)
+            for link, share in shares[f].items():
+                room[link] = max(room[link] - rate * share, 0.0)
+    return rates
+
+
+class Reference:
+    """The cluster. `run()` plays the requests to the end; read the results off `jobs` and `boxes`."""
+
+    def __init__(self, system: System, requests: Requests) -> None:
+        self.system = system
+        self.block_tokens = system.instances[0].limits.block_tokens
+        self.boxes = [Box(i, spec, self.block_tokens) for i, spec in enumerate(system.instances)]
+        rows = zip(requests.arrival_s, requests.prompt_tokens, requests.output_tokens, strict=True)
+        self.jobs = [Job(float(t), int(n), int(out)) for t, n, out in rows]
+        self.events: list[tuple[float, int, str, object]] = []
+        self.step_ends: list[tuple[float, int, Box, Lane]] = []
+        self.flows: list[Flow] = []
+        self.settled_s = 0.0
+        self.serial = 0
+        self.last_entry = self.last_decode = -1
+        self.link_bytes = [0.0] * len(system.link_bytes_per_s)
+        self.paths = {(path.source, path.target): path for path in self._paths()}
+
+    def _paths(self) -> list[KvPath]:
+        if self.system.paths is not None:
+            return [path for path in self.system.paths if path.weight > 0]
+        prefill = [b.number for b in self.boxes if b.spec.phase == "prefill"]
+        decode = [b.number for b in self.boxes if b.spec.phase == "decode"]
+        return [KvPath(p, d) for p in prefill for d in decode]
+
+    def run(self) -> Reference:
+        waiting = list(self.jobs)
+        while True:
+            flow_s = min((self._end_s(flow) for flow in self.flows), default=inf)
+            event_s = min(self.events, key=lambda e: e[:2])[0] if self.events else inf
+            step_s = min(self.step_ends, key=lambda e: e[:2])[0] if self.step_ends else inf
+            arrival_s = waiting[0].arrival_s if waiting else inf
+            now_s = min(flow_s, event_s, step_s, arrival_s)
+            if now_s == inf:
+                return self
+            if flow_s == now_s:
+                self._end_flow(now_s)
+            elif event_s == now_s:
+                event = min(self.events, key=lambda e: e[:2])
+                self.events.remove(event)
+                getattr(self, event[2])(event[3], now_s)
+            elif step_s == now_s:
+                step = min(self.step_ends, key=lambda e: e[:2])
+                self.step_ends.remove(step)
+                self._step_done(step[2], step[3], now_s)
+            else:
+                self._arrive(waiting.pop(0), now_s)
+
+    def _schedule(self, time_s: float, what: str, who: object) -> None:
+        self.events.append((time_s, self.serial, what, who))
+        self.serial += 1
+
+    # ---- arrival and prefill
+
+    def _arrive(self, job: Job, now_s: float) -> None:
+        scores, allowed = [], []
+        for box in self.boxes:
+            allowed.append(float(self._fits(box, job)))
+            busy_until_s = box.stage_free_s[0]
+            if box.spec.phase == "aggregated":
+                running = [job for lane in box.lanes for job in lane.running]
+                context = sum(job.context for job in running)
+                busy_until_s = now_s + box.law_s(0, 0, 0.0, len(running), context)
+            scores.append(work_left_s(now_s, busy_until_s, box.queued_s()))
+        i = pick_least(scores, allowed, self.last_entry)
+        if i < 0:
+            return
+        self.last_entry = job.prefill_at = i
+        box = self.boxes[i]
+        box.queue.append(job)
+        if box.spec.phase == "prefill":
+            self._start_prefill(box, now_s)
+        else:
+            self._start_idle_lanes(box, now_s)
+
+    def _fits(self, box: Box, job: Job) -> bool:
+        whole = box.blocks(job.prompt + job.output)
+        if box.spec.phase == "aggregated":
+            return whole <= box.spec.limits.kv_blocks
+        if box.spec.phase == "decode" or box.blocks(job.prompt) > box.spec.limits.kv_blocks:
+            return False
+        reached = [self.boxes[d].spec.limits.kv_blocks for (p, d) in self.paths if p == box.number]
+        return job.output == 1 or any(whole <= blocks for blocks in reached)
+
+    def _start_prefill(self, box: Box, now_s: float) -> None:
+        limits = box.spec.limits
+        if now_s < box.stage_free_s[0]:
+            return
+        batch: list[Job] = []
+        while box.queue:
+            job, tokens = box.queue[0], sum(job.prompt for job in batch)
+            if box.blocks(job.prompt) > box.free_blocks:
+                break
+            if not joins_batch(len(batch), tokens, job.prompt, limits.max_batch, limits.max_tokens):
+                break
+            batch.append(box.queue.pop(0))
+            box.hold(job, box.blocks(job.prompt))
+        if not batch:
+            return
+        times = box.iterate(now_s, 0.0, [(job.prompt, 0) for job in batch], [])
+        for job in batch:
+            job.prefill_start_s = times[0]
+        self._schedule(times[-1], "_prefilled", (box, batch))
+        if len(box.stage_free_s) > 1:
+            self._schedule(times[1], "_stage_free", box)
+
+    def _stage_free(self, box: Box, now_s: float) -> None:
+        self._start_prefill(box, now_s)
+
+    def _prefilled(self, who: tuple[Box, list[Job]], now_s: float) -> None:
+        box, batch = who
+        for job in batch:
+            job.prefill_end_s = now_s
+            if job.output == 1:
+                del box.held[job]
+                job.first_step_s = job.finish_s = now_s
+            else:
+                self._send_to_decode(job, box, now_s)
+        self._start_prefill(box, now_s)
+
+    # ---- hand-off
+
+    def _send_to_decode(self, job: Job, box: Box, now_s: float) -> None:
+        scores, allowed = [], []
+        for other in self.boxes:
+            total = other.spec.limits.kv_blocks
+            fits = other.blocks(job.prompt + job.output) <= total
+            allowed.append(float(fits and (box.number, other.number) in self.paths))
+            asked = sum(other.blocks(waiting.prompt + 1) for waiting in other.queue)
+            scores.append(decode_load(total - other.free_blocks, asked, total))
+        d = pick_least(scores, allowed, self.last_decode)
+        self.last_decode = job.decode_at = d
+        self.boxes[d].queue.append(job)
+        self._admit_pulls(self.boxes[d], now_s)
+
+    def _admit_pulls(self, box: Box, now_s: float) -> None:
+        limits = box.spec.limits
+        while box.queue and not box.swapped and len(box.pulling) < self.system.max_pulls:
+            job = box.queue[0]
+            blocks = box.blocks(job.prompt + 1)
+            if not admits(box.free_blocks, blocks, limits.kv_blocks, box.members, limits.max_batch):
+                return
+            box.pulling.append(box.queue.pop(0))
+            box.hold(job, blocks)
+            job.pull_start_s = now_s
+            self._schedule(now_s + self.paths[job.prefill_at, box.number].fixed_s, "_pull_begins", job)
+
+    def _pull_begins(self, job: Job, now_s: float) -> None:
+        self._settle(now_s)
+        path = self.paths[job.prefill_at, job.decode_at]
+        self.flows.append(Flow(job, path, self.system.kv_bytes_per_token * job.prompt))
+        self._share_out()
+
+    def _settle(self, now_s: float) -> None:
+        for flow in self.flows:
+            if flow.path.shares and now_s > self.settled_s:
+                moved = min(flow.left_bytes, flow.rate * (now_s - self.settled_s))
+                flow.left_bytes -= moved
+                for link, share in flow.path.shares:
+                    self.link_bytes[link] += moved * share
+        self.settled_s = now_s
+
+    def _share_out(self) -> None:
+        rates = fair_rates([dict(flow.path.shares) for flow in self.flows], list(self.system.link_bytes_per_s))
+        for flow, rate in zip(self.flows, rates, strict=True):
+            flow.rate = rate
+
+    def _end_s(self, flow: Flow) -> float:
+        left_s = flow.left_bytes / flow.rate
+        return self.settled_s + (left_s if left_s > TICK_S else 0.0)
+
+    def _end_flow(self, now_s: float) -> None:
+        self._settle(now_s)
+        flow = next(flow for flow in self.flows if flow.left_bytes / flow.rate <= TICK_S)
+        self.flows.remove(flow)
+        self._share_out()
+        job, giver, taker = flow.job, self.boxes[flow.job.prefill_at], self.boxes[flow.job.decode_at]
+        job.pull_end_s = now_s
+        taker.pulling.remove(job)
+        del giver.held[job]
+        self._start_prefill(giver, now_s)
+        lane = min(taker.lanes, key=lambda lane: len(lane.running) + len(lane.joining))
+        lane.joining.append(job)
+        self._start_step(taker, lane, now_s)
+        self._admit_pulls(taker, now_s)
+
+    # ---- steps
+
+    def _start_idle_lanes(self, box: Box, now_s: float) -> None:
+        for lane in box.lanes:
+            if box.queue:
+                self._start_step(box, lane, now_s)
+
+    def _start_step(self, box: Box, lane: Lane, now_s: float) -> None:
+        if lane.in_flight:
+            return
+        self._swap_in(box, lane)
+        joined, lane.joining = lane.joining, []
+        for job in joined:
+            job.generated = 1
+            lane.running.append(job)
+        chunks = self._take_chunks(box, lane, now_s) if box.spec.phase == "aggregated" else []
+        if not lane.running and not chunks:
+            return
+        times = box.iterate(now_s, lane.penalty_s, chunks, lane.running)
+        lane.penalty_s, lane.in_flight = 0.0, True
+        for job in joined:
+            job.first_step_s = times[0]
+        self.step_ends.append((times[-1], self.serial, box, lane))
+        self.serial += 1
+
+    def _block_swap_s(self, box: Box) -> float:
+        return self.block_tokens * self.system.kv_bytes_per_token / box.spec.limits.swap_bytes_per_s
+
+    def _swap_in(self, box: Box, lane: Lane) -> None:
+        while box.swapped:
+            job = box.swapped[0]
+            blocks = box.blocks(job.context)
+            if not admits(box.free_blocks, blocks, box.spec.limits.kv_blocks, len(lane.running), 10**9):
+                return
+            lane.running.append(box.swapped.pop(0))
+            box.hold(job, blocks)
+            lane.penalty_s += blocks * self._block_swap_s(box)
+
+    def _take_chunks(self, box: Box, lane: Lane, now_s: float) -> list[tuple[int, int]]:
+        chunks: list[tuple[int, int]] = []
+        left = box.spec.limits.max_tokens - len(lane.running)
+        at = 0
+        while left > 0:
+            if at == len(lane.chunking) and not self._admit_prompt(box, lane, now_s):
+                break
+            job = lane.chunking[at]
+            job.chunk = chunk_tokens(left, job.context - job.prefilled)
+            chunks.append((job.chunk, job.prefilled))
+            left -= job.chunk
+            at += 1
+        return chunks
+
+    def _admit_prompt(self, box: Box, lane: Lane, now_s: float) -> bool:
+        limits = box.spec.limits
+        in_lane = len(lane.running) + len(lane.chunking)
+        if not box.queue or in_lane * len(box.lanes) >= limits.max_batch:
+            return False
+        job = box.queue[0]
+        blocks = box.blocks(job.context + 1)
+        if not admits(box.free_blocks, blocks, limits.kv_blocks, box.members, limits.max_batch):
+            return False
+        lane.chunking.append(box.queue.pop(0))
+        box.hold(job, blocks)
+        if job.generated == 0:
+            job.prefill_start_s = now_s
+        return True
+
+    def _step_done(self, box: Box, lane: Lane, now_s: float) -> None:
+        lane.in_flight = False
+        for job in lane.running:
+            job.generated += 1
+        self._finish(box, lane, now_s)
+        self._grow(box, lane)
+        self._finish_chunks(box, lane, now_s)
+        self._start_step(box, lane, now_s)
+        if box.spec.phase == "decode":
+            self._admit_pulls(box, now_s)
+        elif len(box.lanes) > 1:
+            self._start_idle_lanes(box, now_s)
+
+    def _finish(self, box: Box, lane: Lane, now_s: float) -> None:
+        for job in [job for job in lane.running if job.generated == job.output]:
+            lane.running.remove(job)
+            del box.held[job]
+            job.finish_s = now_s
+
+    def _grow(self, box: Box, lane: Lane) -> None:
+        def missing() -> list[Job]:
+            return [job for job in lane.running if box.blocks(job.context) > box.held[job]]
+
+        while len(missing()) > box.free_blocks:
+            job = lane.running.pop()
+            held = box.held.pop(job)
+            box.preemptions += 1
+            if box.spec.phase == "decode":
+                lane.penalty_s += held * self._block_swap_s(box)
+                box.swapped.append(job)
+            else:
+                job.prefilled = 0
+                box.queue.insert(0, job)
+        for job in missing():
+            box.hold(job, box.held[job] + 1)
+
+    def _finish_chunks(self, box: Box, lane: Lane, now_s: float) -> None:
+        for job in list(lane.chunking):
+            job.prefilled += job.chunk
+            job.chunk = 0
+            if job.prefilled < job.context:
+                continue
+            lane.chunking.remove(job)
+            if job.generated == 0:
+                job.prefill_end_s = job.first_step_s = now_s
+            job.generated += 1
+            if job.generated < job.output:
+                lane.running.append(job)
+            else:
+                del box.held[job]
+                job.finish_s = now_s
