@@ -9,7 +9,7 @@ from planner.placement.base import Candidate, Placement, Program, Unplaceable
 from planner.placement.assign import place
 from planner.placement.solve import capacity_bound
 from planner.replay import Placed, Report, claim, place_on, report, system_settings
-from planner.search.goodput import Rate, Trial, goodput_rps
+from planner.search.goodput import Rate, Trial, goodput_rps, pool
 from planner.search.joint import (
     SLACK,
     Combination,
@@ -20,6 +20,7 @@ from planner.search.joint import (
     fewest_gpus,
     largest,
     most_goodput,
+    promising,
 )
 from planner.search.kinds import Kinds
 from planner.search.layouts import Kind
@@ -28,6 +29,7 @@ from planner.sources.problem import Problem
 
 Progress = Callable[[str], None]
 
+_PILOT_REQUESTS = 1000
 _CLEARLY = 1.03
 """A mix of layouts is harder to run than one layout per phase: it must win by more than the noise of a ranking run."""
 
@@ -74,25 +76,37 @@ def space_of(problem: Problem) -> Space:
 def trials_for(problem: Problem, kinds: Kinds) -> Trials:
     """Return the conditions of comparison: one simulated time for all, long enough to fill the decode side.
 
-    It is set by the load, or by the most that the cluster could possibly serve, so that no candidate sees fewer
-    seconds than another. Twice the time of a long answer (p90) is the least that makes sense.
+    It is such that the load asked for, or else roughly the best goodput, makes the requests that the problem wants
+    to see. Twice the time of a long answer (p90) is the least that makes sense.
     """
-    combos = everything(problem, kinds, space_of(problem))
-    fastest_rps = problem.rate_rps or max((c.bound_rps for c in combos), default=1.0)
     output = problem.workload.percentiles["output_tokens"]["p90"]
     floor_s = 2.0 * output * max(slo.tpot_s for slo in problem.slos)
-    search = problem.search
+    rate_rps = problem.rate_rps or _rough_goodput_rps(problem, kinds, floor_s)
 
     def trial(requests: int) -> Trial:
-        return Trial(problem.workload, problem.slos, max(requests / fastest_rps, floor_s), problem.seed)
+        return Trial(problem.workload, problem.slos, max(requests / rate_rps, floor_s), problem.seed)
 
-    return Trials(trial(search.requests), trial(search.replay_requests))
+    return Trials(trial(problem.search.requests), trial(problem.search.replay_requests))
 
 
-def everything(problem: Problem, kinds: Kinds, space: Space) -> list[Combination]:
-    """Return all combinations, of both ways to serve."""
-    pairs = disaggregated(kinds.prefill, kinds.decode, kinds.saturation, space)
-    return pairs + aggregated(kinds.aggregated, kinds.saturation, space)
+def _rough_goodput_rps(problem: Problem, kinds: Kinds, floor_s: float) -> float:
+    """Return about the best goodput [requests/s], from a few promising candidates.
+
+    Saturation can be ten times more than bursts let through, and a time that suits it would be too short to see them;
+    so the time is lengthened until the goodput found in it no longer falls.
+    """
+    space = space_of(problem)
+    pilots = [*promising(largest(disaggregated(kinds.prefill, kinds.decode, kinds.saturation, space))),
+              *promising(largest(aggregated(kinds.aggregated, kinds.saturation, space)))]  # fmt: skip
+    settings = system_settings(problem)
+    rate_rps = max((pilot.bound_rps for pilot in pilots), default=1.0)
+    for _ in range(6):
+        trial = Trial(problem.workload, problem.slos, max(_PILOT_REQUESTS / rate_rps, floor_s), problem.seed)
+        found = [goodput_rps(trial, pool(p.kinds, **settings), p.bound_rps, 0.3) for p in pilots if p.bound_rps > 0]
+        before, rate_rps = rate_rps, max(max(found, default=0.0), 1e-3)
+        if rate_rps > 0.5 * before:
+            break
+    return rate_rps
 
 
 def best_disaggregated(problem: Problem, kinds: Kinds, trials: Trials, progress: Progress) -> Option | None:

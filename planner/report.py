@@ -227,16 +227,11 @@ def _runners_up(plan: Plan) -> list[tuple[str, int, float, str]]:
         replayed = {str(one.combination): rps for one, rps in option.replayed}
         for one in option.ranked:
             name = str(one.combination)
-            if name in seen or len(seen) > 4 or _same_but_budget(one, seen):
+            if name in seen or len(seen) > 4:
                 continue
             seen.add(name)
             rows.append((name, one.combination.gpus, *_why(option, one, replayed.get(name))))
     return rows
-
-
-def _same_but_budget(one: Scored, seen: set[str]) -> bool:
-    """True for an aggregated layout that differs from one shown in nothing but its token budget."""
-    return str(one.combination) in seen
 
 
 def _why(option: Option, one: Scored, real_rps: float | None) -> tuple[float, str]:

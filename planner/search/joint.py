@@ -117,16 +117,52 @@ def most_goodput(
     that is close to the best but not better is bisected too, until `keep` are known.
     """
     ranked = list(known)
+    outward = _Outward(combinations)
     for one in sorted(combinations, key=lambda c: (-_estimate(c), c.gpus, str(c))):
         bar = _bar(ranked, keep)
-        if one.bound_rps <= bar * SLACK:
+        if one.bound_rps <= bar * SLACK or outward.is_hopeless(one):
             continue
         system = pool(one.kinds, kv_bytes_per_token, **common)
         if bar > 0 and trial.margin(system, bar * SLACK) < 0:
+            outward.failed(one)
             continue
         ranked.append(Scored(one, _climb(trial, system, max(bar, 0.5 * _estimate(one)), one.bound_rps, precision)))
     ranked = [one for one in ranked if one.goodput_rps > 0]
     return sorted(ranked, key=lambda s: (-s.goodput_rps, s.combination.gpus, str(s.combination)))
+
+
+class _Outward:
+    """Remembers, per pair of kinds, on which side of the best-balanced counts a combination has already failed.
+
+    Taking instances from the side that failed for want of them and giving them to the other only makes it worse, so
+    what lies further out on that side is skipped. Goodput over the counts of one pair is taken to have one peak.
+    """
+
+    def __init__(self, combinations: Iterable[Combination]):
+        self._peak: dict[tuple[Kind, ...], Combination] = {}
+        self._failed: dict[tuple[tuple[Kind, ...], bool], int] = {}
+        for one in combinations:
+            family = tuple(kind for kind, _ in one.kinds)
+            if family not in self._peak or _estimate(one) > _estimate(self._peak[family]):
+                self._peak[family] = one
+
+    def _side(self, one: Combination) -> tuple[tuple[Kind, ...], int, int]:
+        family = tuple(kind for kind, _ in one.kinds)
+        return family, one.kinds[0][1], self._peak[family].kinds[0][1]
+
+    def failed(self, one: Combination) -> None:
+        """Note a failure (the peak itself says nothing about either side)."""
+        family, count, peak = self._side(one)
+        if count != peak and len(family) > 1:
+            at = (family, count > peak)
+            closer = min if count > peak else max
+            self._failed[at] = closer(self._failed.get(at, count), count)
+
+    def is_hopeless(self, one: Combination) -> bool:
+        """Return True when something closer to balance failed on the same side."""
+        family, count, peak = self._side(one)
+        edge = self._failed.get((family, count > peak))
+        return edge is not None and (count >= edge if count > peak else count <= edge)
 
 
 def fewest_gpus(
@@ -149,6 +185,16 @@ def _bar(ranked: Sequence[Scored], keep: int) -> float:
     """Return the goodput that a newcomer has to beat: the `keep`-th best so far."""
     values = sorted((one.goodput_rps for one in ranked), reverse=True)
     return values[keep - 1] if len(values) >= keep else 0.0
+
+
+def promising(combinations: Iterable[Combination]) -> list[Combination]:
+    """Return the best guess for each entry kind (prefill or aggregated), to try out conditions on."""
+    best: dict[Kind, Combination] = {}
+    for one in combinations:
+        entry = one.kinds[0][0]
+        if entry not in best or _estimate(one) > _estimate(best[entry]):
+            best[entry] = one
+    return list(best.values())
 
 
 def _estimate(one: Combination) -> float:

@@ -40,7 +40,8 @@ class Kind:
         return Instance(self.phase, self.cost, self.limits)
 
     def __str__(self) -> str:
-        return f"{self.phase} {self.layout}"
+        chunk = f" ({self.limits.max_tokens} tokens)" if self.phase == "aggregated" else ""
+        return f"{self.phase} {self.layout}{chunk}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class Engine(Spec):
     """Prompts in one prefill batch."""
     prefill_tokens: Count | None = None
     """Token budget of a prefill batch; by default the smallest that nearly saturates the GPU (DistServe's L_m)."""
-    chunk_tokens: tuple[Count, ...] = (512, 2048)
+    chunk_tokens: tuple[Count, ...] = (128, 256, 512, 1024, 2048)
     """Token budgets per step to try for the aggregated alternative (chunked prefill)."""
     memory_fraction: Share = 0.9
     """Share of the GPU's memory that the engine may use."""
