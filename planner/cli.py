@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 ProblemFile = Annotated[Path, typer.Argument(metavar="PROBLEM", help="The problem file (YAML).", show_default=False)]
 
+
+
+class Mode(StrEnum):
+    """What to write."""
+
+    auto = "auto"
+    disaggregated = "disaggregated"
+    aggregated = "aggregated"
+
+
 _PLAN_HELP = """Find the layout and placement with the most goodput, and prove it in simulation.
 
 Examples:
@@ -46,6 +57,7 @@ def plan_command(
     problem: ProblemFile,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the deployment YAML here.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report, with a picture of the cluster, here.")] = None,
+    mode: Annotated[Mode, typer.Option(help="Write this way of serving, whatever the verdict says.")] = Mode.auto,
     seed: Annotated[int | None, typer.Option(help="Use this seed instead of the problem's.", min=0)] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -62,6 +74,8 @@ def plan_command(
         from planner.pipeline import plan
 
         found = plan(question, step)
+    if mode is not Mode.auto:
+        found = found.prefer(mode.value)
     from planner.deploy import deployment_of, to_yaml
     from planner.report import render, to_json
     from planner.specs.base import dump_json, write_text

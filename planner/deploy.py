@@ -41,7 +41,7 @@ def deployment_of(plan: Plan) -> Deployment:
     return Deployment(
         version=VERSION,
         name=problem.name,
-        mode=plan.verdict.mode,
+        mode=plan.mode,
         verdict=f"{plan.verdict.headline}; {plan.verdict.reason}",
         model=problem.model.name,
         dtype=problem.model.dtype,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from planner.errors import InputError
 from planner.placement.base import Candidate, Placement, Program, Unplaceable
 from planner.placement.assign import place
 from planner.placement.solve import capacity_bound
@@ -23,15 +24,16 @@ from planner.search.joint import (
     promising,
 )
 from planner.search.kinds import Kinds
-from planner.search.layouts import Kind
+from planner.search.layouts import Kind, with_budget
 from planner.search.pools import pool_rps
 from planner.sources.problem import Problem
+from planner.specs.layout import Layout
+from planner.specs.problem import Compared, Side
 
 Progress = Callable[[str], None]
 
-_PILOT_REQUESTS = 1000
 _CLEARLY = 1.03
-"""A mix of layouts is harder to run than one layout per phase: it must win by more than the noise of a ranking run."""
+_PILOT_REQUESTS = 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,16 +125,43 @@ def best_disaggregated(problem: Problem, kinds: Kinds, trials: Trials, progress:
     return _quoted(problem, trials, best, program, ranked, replayed, progress)
 
 
-def best_aggregated(
-    problem: Problem, kinds: Kinds, trials: Trials, progress: Progress, gpus: int | None = None
-) -> Option | None:
-    """Return the best aggregated plan (on at most `gpus` GPUs), or None when none meets the SLO at any rate."""
-    space = space_of(problem)
-    combos = [c for c in aggregated(kinds.aggregated, kinds.saturation, space) if gpus is None or c.gpus <= gpus]
+def best_aggregated(problem: Problem, kinds: Kinds, trials: Trials, progress: Progress) -> Option | None:
+    """Return the best aggregated plan, or None when none meets the SLO at any rate."""
+    combos = aggregated(kinds.aggregated, kinds.saturation, space_of(problem))
     progress(f"ranking {len(combos)} aggregated combinations")
     ranked = _rank(problem, trials, combos)
     best, replayed = _replay_finalists(problem, kinds, trials, ranked, progress)
     return None if best is None else _quoted(problem, trials, best, None, ranked, replayed, progress)
+
+
+def compared(problem: Problem, kinds: Kinds, trials: Trials, wanted: Compared, progress: Progress) -> Option | None:
+    """Return a layout of the user's own choice, placed and replayed; None when it meets the SLO at no rate.
+
+    Raises InputError when there can be no such instances, with the reason, or when they do not fit on the cluster.
+    """
+    sides = {"prefill": wanted.prefill, "decode": wanted.decode, "aggregated": wanted.aggregated}
+    chosen = [(_kind_of(kinds, phase, side, wanted.name), side.count) for phase, side in sides.items() if side is not None]
+    bound = min(kinds.saturation[kind] * count for kind, count in chosen)
+    one = Scored(Combination(tuple(chosen), bound), 0.7 * bound)
+    finalist = _replayed(problem, kinds, trials, one)
+    if finalist is None:
+        raise InputError(f"compare {wanted.name!r}: {one.combination} does not fit on {problem.topology.name}")
+    return _quoted(problem, trials, finalist, None, (), (), progress)
+
+
+def _kind_of(kinds: Kinds, phase: str, side: Side, name: str) -> Kind:
+    """Return the legal kind that a side asks for, with its token budget if it has one."""
+    layout = Layout(side.tp, side.pp)
+    found = [kind for kind in kinds.all_legal if (kind.phase, kind.layout) == (phase, layout)]
+    if not found:
+        reasons = [r.reason for r in kinds.rejected if r.layout == layout and r.phase in (phase, "any")]
+        why = f": {reasons[0]}" if reasons else "; search.max_tp and search.max_pp limit what is considered"
+        raise InputError(f"compare {name!r}: no {phase} {layout} here{why}")
+    if side.max_tokens is None:
+        return found[-1]
+    resized = with_budget(found[-1], side.max_tokens)
+    kinds.saturation[resized] = kinds.saturation[found[-1]]
+    return resized
 
 
 def _rank(problem: Problem, trials: Trials, combos: list[Combination]) -> list[Scored]:
@@ -253,8 +282,17 @@ def _improve_by_program(
     if _counts(combination) == _counts(best.scored.combination) or len(used) < 2:
         return best, program
     challenger = _measured(problem, trials, Scored(combination, program.value_rps), program, by_key)
-    clearly = challenger.goodput_rps > best.goodput_rps * _CLEARLY or challenger.placed.gpus < best.placed.gpus
-    return (challenger if clearly and _better(problem, challenger, best) else best), program
+    if _better(problem, challenger, best) and _clearly(trials, challenger, best):
+        best = challenger
+    return best, program
+
+
+def _clearly(trials: Trials, challenger: _Finalist, best: _Finalist) -> bool:
+    """Return True when a mix of layouts is worth its trouble: better by more than the noise of a long run."""
+    if challenger.placed.gpus < best.placed.gpus:
+        return True
+    rates = [goodput_rps(trials.quoting, one.placed.system, one.goodput_rps, 0.01) for one in (challenger, best)]
+    return rates[0] > _CLEARLY * rates[1]
 
 
 def _cap(problem: Problem) -> float | None:
@@ -302,9 +340,17 @@ def _quoted(
     return Option(best.placed, rate, figures, program, tuple(ranked), replayed)
 
 
-def capacity_bound_rps(problem: Problem, kinds: Kinds) -> float:
-    """Return the rate that no disaggregated placement on this cluster can exceed: the program at saturation rates."""
-    candidates = [Candidate(*kind.key, kinds.saturation[kind]) for kind in (*kinds.prefill, *kinds.decode)]
+def capacity_bound_rps(problem: Problem, kinds: Kinds, mode: str) -> float:
+    """Return the rate that no placement on this cluster can exceed in this mode: the program at saturation rates."""
+    if mode == "aggregated":
+        best: dict[tuple, Kind] = {}
+        for kind in kinds.aggregated:  # of one layout's token budgets the one that saturates last
+            if kind.key not in best or kinds.saturation[kind] > kinds.saturation[best[kind.key]]:
+                best[kind.key] = kind
+        allowed: Iterable[Kind] = best.values()
+    else:
+        allowed = (*kinds.prefill, *kinds.decode)
+    candidates = [Candidate(*kind.key, kinds.saturation[kind]) for kind in allowed]
     kv_bytes = problem.model.kv_bytes_per_token * problem.workload.mean_prompt_tokens
     return capacity_bound(problem.topology, candidates, kv_bytes)
 

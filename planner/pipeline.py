@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from planner.errors import InputError
 from planner.options import (
     Option,
     Trials,
     best_aggregated,
     best_disaggregated,
     capacity_bound_rps,
+    compared,
     trials_for,
 )
 from planner.search.kinds import Kinds, find_kinds
 from planner.sources.problem import Problem
-from planner.verdict import Verdict, infeasible, judge
+from planner.verdict import Mode, Verdict, infeasible, judge
 
 Progress = Callable[[str], None]
 
@@ -32,8 +34,21 @@ class Plan:
     chosen: Option
     disaggregated: Option | None
     aggregated: Option | None
+    compared: dict[str, Option | None]
     capacity_bound_rps: float
     cpu_s: float
+
+    def prefer(self, mode: Mode) -> Plan:
+        """Return the plan with this way chosen, whatever the verdict. Raises InputError when it serves at no rate."""
+        option = self.disaggregated if mode == "disaggregated" else self.aggregated
+        if option is None or option.rate.goodput_rps <= 0:
+            raise InputError(f"no {mode} plan meets the SLO at any rate; the verdict is: {self.verdict.headline}")
+        return replace(self, chosen=option)
+
+    @property
+    def mode(self) -> Mode:
+        """The way that is chosen."""
+        return "disaggregated" if self.chosen is self.disaggregated else "aggregated"
 
 
 def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
@@ -51,9 +66,9 @@ def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     # 2. joint search on a free network -> placement program -> named GPUs -> check -> replay on the real links
     disaggregated = best_disaggregated(problem, kinds, trials, progress)
 
-    # 3. the same for the aggregated (colocated, chunked-prefill) way on as many GPUs
-    gpus = disaggregated.gpus if disaggregated is not None and problem.objective == "max_goodput" else None
-    aggregated = best_aggregated(problem, kinds, trials, progress, gpus)
+    # 3. the same for the aggregated (colocated, chunked-prefill) way, and for layouts that the user wants to see
+    aggregated = best_aggregated(problem, kinds, trials, progress)
+    others = {one.name: compared(problem, kinds, trials, one, progress) for one in problem.compare}
 
     # 4. which one, by how much, and why
     able = [option for option in (disaggregated, aggregated) if option is not None and option.rate.goodput_rps > 0]
@@ -63,7 +78,7 @@ def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     verdict = judge(problem, trials, disaggregated, aggregated)
     chosen = disaggregated if verdict.mode == "disaggregated" else aggregated
     assert chosen is not None
-    bound_rps = capacity_bound_rps(problem, kinds)
     return Plan(
-        problem, kinds, trials, verdict, chosen, disaggregated, aggregated, bound_rps, time.process_time() - started_s
+        problem, kinds, trials, verdict, chosen, disaggregated, aggregated, others,
+        capacity_bound_rps(problem, kinds, verdict.mode), time.process_time() - started_s,
     )

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from planner.cost.fit import fit_report
-from planner.deploy import deployment_of
+from planner.deploy import claim_of, deployment_of
 from planner.options import Option
 from planner.pipeline import Plan
 from planner.search.joint import Scored
@@ -26,6 +26,12 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "verdict": {
             "mode": plan.verdict.mode, "tie": plan.verdict.tie, "gain": plan.verdict.gain, "gain_low": plan.verdict.gain_low,
             "gain_high": plan.verdict.gain_high, "reason": plan.verdict.reason,
+        },
+        "options": {
+            name: claim.model_dump(mode="json") if (claim := claim_of(option)) is not None else None
+            for name, option in (
+                ("disaggregated", plan.disaggregated), ("aggregated", plan.aggregated), *plan.compared.items()
+            )
         },
         "capacity_bound_rps": plan.capacity_bound_rps,
         "runners_up": [
@@ -92,7 +98,8 @@ def _rps(value: float) -> str:
 def _options(plan: Plan) -> RenderableType:
     """Both ways to serve, side by side."""
     table = _table("Goodput, replayed (95% interval over seeds)", "way", "layout", "GPUs", "requests/s", "per GPU", "binds", right=2)
-    for name, option in (("disaggregated", plan.disaggregated), ("aggregated", plan.aggregated)):
+    rows = [("disaggregated", plan.disaggregated), ("aggregated", plan.aggregated), *plan.compared.items()]
+    for name, option in rows:
         if option is None:
             table.add_row(name, "meets the SLO at no rate", "", "", "", "")
             continue
@@ -168,8 +175,8 @@ def _bounds(plan: Plan) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    option = plan.disaggregated or plan.chosen
-    lines = [f"Claim ({'disaggregated' if plan.disaggregated else plan.verdict.mode}, replayed): {_rps(option.rate.goodput_rps)} requests/s"]
+    option = plan.chosen
+    lines = [f"Claim ({plan.mode}, replayed): {_rps(option.rate.goodput_rps)} requests/s"]
     if (program := option.program) is not None:
         what = f"{_rps(program.value_rps)} requests/s" if plan.problem.objective == "max_goodput" else f"{program.gpus} GPUs"
         lines.append(

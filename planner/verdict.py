@@ -50,7 +50,7 @@ def judge(problem: Problem, trials: Trials, disaggregated: Option | None, aggreg
         return Verdict("aggregated", False, None, None, None, "no disaggregated plan meets the SLO at any rate")
     if aggregated is None or aggregated.rate.goodput_rps <= 0:
         return Verdict("disaggregated", False, None, None, None, "no aggregated plan meets the SLO at any rate")
-    gain, low, high = _gain(disaggregated, aggregated)
+    gain, low, high = _gain(problem, disaggregated, aggregated)
     if (verdict := _by_demand(problem, disaggregated, aggregated, (gain, low, high))) is not None:
         return verdict
     if low > 0:
@@ -59,9 +59,15 @@ def judge(problem: Problem, trials: Trials, disaggregated: Option | None, aggreg
     return Verdict("aggregated", high >= 0, gain, low, high, reason)
 
 
-def _gain(one: Option, other: Option) -> tuple[float, float, float]:
-    """Return the relative gain per GPU of `one` over `other` with its interval (independent errors, first order)."""
-    ratio = one.per_gpu_rps / other.per_gpu_rps
+def _gain(problem: Problem, one: Option, other: Option) -> tuple[float, float, float]:
+    """Return the relative gain per GPU of `one` over `other` with its interval (independent errors, first order).
+
+    To get the most out of a cluster both have all its GPUs, so one that a layout leaves idle counts against it; to
+    serve a given load each has the GPUs that it takes.
+    """
+    ratio = one.rate.goodput_rps / other.rate.goodput_rps
+    if problem.objective == "min_gpus":
+        ratio *= other.gpus / one.gpus
     spread = [(o.rate.high_rps - o.rate.low_rps) / 2 / o.rate.goodput_rps for o in (one, other)]
     half = ratio * float(np.hypot(*spread))
     return ratio - 1, ratio - half - 1, ratio + half - 1

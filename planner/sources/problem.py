@@ -15,7 +15,7 @@ from planner.specs.base import Document, Spec, dump_json, load, load_preset, pre
 from planner.specs.engine import Engine
 from planner.specs.gpu import Gpu
 from planner.specs.model import ModelSpec
-from planner.specs.problem import Objective, ProblemSpec, Search
+from planner.specs.problem import Compared, Objective, ProblemSpec, Search
 from planner.specs.profile import Profile
 from planner.specs.slo import Slo
 from planner.specs.topology import Topology, read_cluster
@@ -34,6 +34,7 @@ class Problem:
     slos: tuple[Slo, ...]
     objective: Objective
     rate_rps: float | None
+    compare: tuple[Compared, ...]
     engine: Engine
     search: Search
     seed: int
@@ -94,7 +95,7 @@ def problem_of(document: Document) -> Problem:
     }
     return Problem(
         spec.name or Path(document.file).stem, model, topology, profiles, workload, slos, objective, rate_rps,
-        spec.engine, spec.search, spec.seed, digests,
+        spec.compare, spec.engine, spec.search, spec.seed, digests,
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from planner.specs.base import Spec
 from planner.specs.engine import Engine
-from planner.specs.units import Name, RequestsPerSecond
+from planner.specs.units import Count, Name, RequestsPerSecond
 
 Reference = str | dict[str, Any]
 """A preset's name, a file (relative to the problem's), or the thing itself."""
@@ -32,6 +32,33 @@ class Search(Spec):
     """Candidates that are placed and replayed on the real network."""
 
 
+class Side(Spec):
+    """So many instances of one layout."""
+
+    count: Count = 1
+    tp: Count = 1
+    pp: Count = 1
+    max_tokens: Count | None = None
+    """Token budget of an iteration; by default what the planner would choose."""
+
+
+class Compared(Spec):
+    """A layout of yours, to see beside the plan: a prefill and a decode side, or an aggregated one."""
+
+    name: Annotated[str, Field(min_length=1, max_length=60)]
+    prefill: Side | None = None
+    decode: Side | None = None
+    aggregated: Side | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Compared:
+        split = self.prefill is not None and self.decode is not None and self.aggregated is None
+        whole = self.prefill is None and self.decode is None and self.aggregated is not None
+        if not (split or whole):
+            raise ValueError("expected prefill and decode, or aggregated alone")
+        return self
+
+
 class ProblemSpec(Spec):
     """The problem file."""
 
@@ -46,6 +73,8 @@ class ProblemSpec(Spec):
     """`max_goodput` on the whole cluster; `min_gpus` for `rate_rps` (the default when a rate is given)."""
     rate_rps: RequestsPerSecond | None = None
     """The load to serve; by default the workload's own `rate_rps`, if it has one."""
+    compare: tuple[Compared, ...] = ()
+    """Layouts to replay beside the plan, such as the one you run today."""
     engine: Engine = Engine()
     search: Search = Search()
     seed: Annotated[int, Field(strict=True, ge=0, le=2**31)] = 0
