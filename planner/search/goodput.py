@@ -23,6 +23,8 @@ from planner.specs.workload import Requests, Workload
 WARMUP = 0.15
 """Share of the simulated time in which the system fills up and nobody is counted."""
 _SMALLEST_RPS = 1e-4
+_FEWEST = 200
+"""Requests that a verdict needs: with a handful, a lucky draw of short prompts meets any SLO."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,14 @@ class Trial:
 
     def margin(self, system: System, rate_rps: float) -> float:
         """Return by how much attainment exceeds the target at this rate; negative when it falls short."""
-        run = self.run(system, rate_rps, stop_when_missed=True)
-        return -1.0 if run.stopped_early else margin([run], self.slos, self.warmup_s)
+        trial = self.lasting(rate_rps)
+        run = trial.run(system, rate_rps, stop_when_missed=True)
+        return -1.0 if run.stopped_early else margin([run], trial.slos, trial.warmup_s)
+
+    def lasting(self, rate_rps: float) -> Trial:
+        """Return the trial with its time (warm-up included) fit for this rate: 200 requests at least, or the most there may be."""
+        duration_s = min(max(self.duration_s, _FEWEST / rate_rps), self.most_requests / rate_rps)
+        return replace(self, duration_s=duration_s)
 
     def with_seed(self, seed: int) -> Trial:
         """Return the same with other luck."""
@@ -137,6 +145,7 @@ def replicated(trial: Trial, system: System, guess_rps: float, seeds: Sequence[i
 
 
 def _full_margin(trial: Trial, system: System, rate_rps: float) -> float:
+    trial = trial.lasting(rate_rps)
     return margin([trial.run(system, rate_rps)], trial.slos, trial.warmup_s)
 
 
