@@ -16,7 +16,10 @@ PAIRS = (
     ("llama2-70b", "h100-4x8", "{ttft_s: 1s, tpot_s: 60ms}"),
 )
 LOADS = ("sharegpt", "azure-conversation", "azure-code")
-COLUMNS = "model | cluster | load | verdict | layout (disaggregated) | claim per GPU | layout (aggregated) | claim per GPU | program gap | capacity bound per GPU | CPU s"
+COLUMNS = (
+    "model | cluster | load | verdict | disaggregated | claim per GPU | aggregated | claim per GPU | program gap | "
+    "capacity bound per GPU | CPU s"
+)
 
 
 def main() -> None:
@@ -32,7 +35,9 @@ def line(model: str, cluster: str, load: str, slo: str) -> str:
     text = f"model: {model}\ncluster: {cluster}\nworkload: {load}\nslo: {slo}\nobjective: max_goodput\n"
     started_s = time.process_time()
     try:
-        found = plan(problem_of(parse(text, "table.yaml")), lambda step: print(f"{model} {load}: {step}", file=sys.stderr))
+        found = plan(
+            problem_of(parse(text, "table.yaml")), lambda step: print(f"{model} {load}: {step}", file=sys.stderr)
+        )
     except InfeasibleError as error:
         return f"| {model} | {cluster} | {load} | {error} |" + " |" * 7
     return "| " + " | ".join([model, cluster, load, *cells(found), f"{time.process_time() - started_s:.1f}"]) + " |"
@@ -45,7 +50,13 @@ def cells(found: Plan) -> list[str]:
     name = verdict.mode + (", tie" if verdict.tie else "")
     gap = f"{d.program.gap:.2%}" if d is not None and d.program is not None else "-"
     gpus = sum(len(unit.gpus) for unit in found.problem.topology.units())
-    return [name + gain, *claim(d), *claim(found.aggregated), gap, f"{found.capacity_bound_rps / gpus:.3g}"]
+    return [
+        name + gain,
+        *claim(d),
+        *claim(found.aggregated),
+        gap,
+        f"{found.capacity_bounds_rps['disaggregated'] / gpus:.3g}",
+    ]
 
 
 def claim(option: Option | None) -> list[str]:
@@ -53,7 +64,10 @@ def claim(option: Option | None) -> list[str]:
     if option is None:
         return ["-", "none"]
     rate, gpus = option.rate, option.gpus
-    return [option.placed.layout, f"{rate.goodput_rps / gpus:.3g} [{rate.low_rps / gpus:.3g}, {rate.high_rps / gpus:.3g}]"]
+    return [
+        option.placed.layout,
+        f"{rate.goodput_rps / gpus:.3g} [{rate.low_rps / gpus:.3g}, {rate.high_rps / gpus:.3g}]",
+    ]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ _WHERE = {
     "simulate": "planner.simulator.cluster",
 }
 
-__all__ = sorted([*_WHERE, "__version__"])
+__all__ = [  # noqa: PLE0604
+    "__version__",
+    *sorted(_WHERE),
+]
 
 if TYPE_CHECKING:
     from planner.deploy import deployment_of as deployment_of
@@ -53,4 +56,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(__all__)

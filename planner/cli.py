@@ -21,15 +21,19 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 if TYPE_CHECKING:
     from rich.console import Console
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-                  help="Plan prefill/decode disaggregated serving of large language models for the most goodput.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Plan prefill/decode disaggregated serving of large language models for the most goodput.",
+)
 topology_app = typer.Typer(no_args_is_help=True, help="Look at a cluster as the planner sees it.")
 app.add_typer(topology_app, name="topology")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 ProblemFile = Annotated[Path, typer.Argument(metavar="PROBLEM", help="The problem file (YAML).", show_default=False)]
-
 
 
 class Mode(StrEnum):
@@ -56,7 +60,9 @@ Examples:
 def plan_command(
     problem: ProblemFile,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the deployment YAML here.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the report, with a picture of the cluster, here.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the report, with a picture of the cluster, here.")
+    ] = None,
     mode: Annotated[Mode, typer.Option(help="Write this way of serving, whatever the verdict says.")] = Mode.auto,
     seed: Annotated[int | None, typer.Option(help="Use this seed instead of the problem's.", min=0)] = None,
     json: Json = False,
@@ -75,7 +81,7 @@ def plan_command(
 
         found = plan(question, step)
     if mode is not Mode.auto:
-        found = found.prefer(mode.value)
+        found = found.prefer("aggregated" if mode is Mode.aggregated else "disaggregated")
     from planner.deploy import deployment_of, to_yaml
     from planner.report import render, to_json
     from planner.specs.base import dump_json, write_text
@@ -94,12 +100,15 @@ def plan_command(
         console.print(f"Deployment written to {output}")
 
 
-@app.command("fit", help="""Fit the cost models of a problem's profiles and show their held-out error.
+@app.command(
+    "fit",
+    help="""Fit the cost models of a problem's profiles and show their held-out error.
 
 Example:
 
   planner fit examples/llama2-70b-h100.yaml
-""")
+""",
+)
 def fit_command(problem: ProblemFile, json: Json = False) -> None:
     from dataclasses import asdict
 
@@ -112,10 +121,19 @@ def fit_command(problem: ProblemFile, json: Json = False) -> None:
     costs = find_kinds(read_problem(problem)).costs
     if json:
         rows = [row._asdict() for row in fit_report(costs)]
-        models = [{"layout": str(c.layout), "family": c.family, "unprofiled": c.unprofiled,
-                   "parameters": [float(p) for p in c.parameters],
-                   "errors": {"prefill": c.prefill_error and asdict(c.prefill_error),
-                              "decode": c.decode_error and asdict(c.decode_error)}} for c in costs]
+        models = [
+            {
+                "layout": str(c.layout),
+                "family": c.family,
+                "unprofiled": c.unprofiled,
+                "parameters": [float(p) for p in c.parameters],
+                "errors": {
+                    "prefill": c.prefill_error and asdict(c.prefill_error),
+                    "decode": c.decode_error and asdict(c.decode_error),
+                },
+            }
+            for c in costs
+        ]
         print(dump_json({"rows": rows, "models": models}))
         return
     console = _console()
@@ -124,14 +142,17 @@ def fit_command(problem: ProblemFile, json: Json = False) -> None:
         console.print(f"  {note}", style="dim")
 
 
-@app.command("simulate", help="""Simulate a deployment under a workload and print what its users would see.
+@app.command(
+    "simulate",
+    help="""Simulate a deployment under a workload and print what its users would see.
 
 Examples:
 
   planner simulate deployment.yaml --workload azure-conversation --rate 8
 
   planner simulate deployment.yaml --workload my-trace.yaml --rate 8 --records requests.csv
-""")
+""",
+)
 def simulate_command(
     deployment: Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help="A deployment.yaml.", show_default=False)],
     workload: Annotated[str, typer.Option("--workload", "-w", help="A preset's name or a workload file.")],
@@ -155,14 +176,19 @@ def simulate_command(
         _console().print(summary_table(outcome))
 
 
-@app.command("schema", help="""Print the JSON Schema of a file kind, for editors and checks.
+@app.command(
+    "schema",
+    help="""Print the JSON Schema of a file kind, for editors and checks.
 
 Example:
 
   planner schema deployment > deployment.schema.json
-""")
+""",
+)
 def schema_command(
-    kind: Annotated[str, typer.Argument(help="deployment, problem, cluster, model, profile, workload or slo.")] = "deployment",
+    kind: Annotated[
+        str, typer.Argument(help="deployment, problem, cluster, model, profile, workload or slo.")
+    ] = "deployment",
 ) -> None:
     from planner.schemas import schema_of
     from planner.specs.base import dump_json
@@ -170,7 +196,9 @@ def schema_command(
     print(dump_json(schema_of(kind)))
 
 
-@topology_app.command("show", help="""Show a cluster: its nodes, links with nominal and effective speed, and what is assumed.
+@topology_app.command(
+    "show",
+    help="""Show a cluster: its nodes, links with nominal and effective speed, and what is assumed.
 
 Examples:
 
@@ -179,7 +207,8 @@ Examples:
   planner topology show my-cluster.yaml --from node0:0 --to node1:3
 
   planner topology show a40-pairs --svg cluster.svg
-""")
+""",
+)
 def topology_show(
     cluster: Annotated[str, typer.Argument(help="A preset's name or a cluster file.", show_default=False)],
     from_: Annotated[str | None, typer.Option("--from", help="Show the path from this GPU (node:index).")] = None,
@@ -211,12 +240,25 @@ def _topology_json(topology: Any) -> dict[str, Any]:
     return {
         "name": topology.name,
         "nodes": [
-            {"name": n.name, "gpu": n.gpu.name, "gpus": list(n.indices), "rack": n.rack, "nvlink_domain": n.domain,
-             "tp_groups": [list(g) for g in n.tp_groups]} for n in topology.nodes
+            {
+                "name": n.name,
+                "gpu": n.gpu.name,
+                "gpus": list(n.indices),
+                "rack": n.rack,
+                "nvlink_domain": n.domain,
+                "tp_groups": [list(g) for g in n.tp_groups],
+            }
+            for n in topology.nodes
         ],
         "links": [
-            {"name": link.name, "kind": link.kind, "bytes_per_s": link.bytes_per_s,
-             "nominal_bytes_per_s": link.nominal_bytes_per_s, "assumed": link.assumed, "latency_s": link.latency_s}
+            {
+                "name": link.name,
+                "kind": link.kind,
+                "bytes_per_s": link.bytes_per_s,
+                "nominal_bytes_per_s": link.nominal_bytes_per_s,
+                "assumed": link.assumed,
+                "latency_s": link.latency_s,
+            }
             for link in topology.links
         ],
     }
@@ -258,7 +300,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda step: console.print(f"planner: {step}", soft_wrap=True)
         return
     with console.status("starting") as status:
-        yield lambda step: status.update(step)
+        yield status.update
 
 
 def _run(arguments: list[str]) -> int:

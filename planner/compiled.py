@@ -34,12 +34,13 @@ def cache_folder() -> Path:
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Return `function` compiled on first call, and loaded from the cache from then on."""
-    before = numba.config.CACHE_DIR
+    config: Any = numba.config
+    before = config.CACHE_DIR
     try:
-        numba.config.CACHE_DIR = str(cache_folder())
+        config.CACHE_DIR = str(cache_folder())
         return _one_variant(numba.njit(cache=True)(function))
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR = before
 
 
 def inlined(function: Callable[..., Any]) -> Any:
@@ -49,7 +50,7 @@ def inlined(function: Callable[..., Any]) -> Any:
     must not allocate, nor keep an array beyond its call: references are not counted here, because counting those of
     each array at each call took five sixths of the simulator's time.
     """
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True, "_nrt": False}
+    options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True, "_nrt": False}
     return _one_variant(numba.njit(**options)(function))
 
 

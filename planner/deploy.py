@@ -98,8 +98,12 @@ def _cost_key(kind: Kind) -> str:
 def _cost(cost: CostModel) -> CostSpec:
     errors = {"prefill": cost.prefill_error, "decode": cost.decode_error}
     return CostSpec(
-        family=cost.family, parameters=tuple(float(p) for p in cost.parameters), stage_share=cost.stage_share,
-        handoff_s=cost.handoff_s, handoff_s_per_token=cost.handoff_s_per_token, unprofiled=cost.unprofiled,
+        family=cost.family,
+        parameters=tuple(float(p) for p in cost.parameters),
+        stage_share=cost.stage_share,
+        handoff_s=cost.handoff_s,
+        handoff_s_per_token=cost.handoff_s_per_token,
+        unprofiled=cost.unprofiled,
         held_out_error={phase: _error(error) for phase, error in errors.items() if error is not None},
         from_physics=cost.from_physics,
     )
@@ -116,9 +120,15 @@ def _instances(plan: Plan, option: Option) -> tuple[InstanceSpec, ...]:
         nics = sorted({name for stage in placed.stages for gpu in stage for name in topology.nic_names(gpu)})
         specs.append(
             InstanceSpec(
-                name=placed.name, phase=placed.phase, tp=placed.layout.tp, pp=placed.layout.pp, gpu=placed.gpu,
-                stages=tuple(_devices(stage) for stage in placed.stages), nics=tuple(nics),
-                limits=LimitsSpec(**asdict(kind.limits)), cost=_cost_key(kind),
+                name=placed.name,
+                phase=placed.phase,
+                tp=placed.layout.tp,
+                pp=placed.layout.pp,
+                gpu=placed.gpu,
+                stages=tuple(_devices(stage) for stage in placed.stages),
+                nics=tuple(nics),
+                limits=LimitsSpec(**asdict(kind.limits)),
+                cost=_cost_key(kind),
             )
         )
     return tuple(specs)
@@ -140,8 +150,10 @@ def _routes(plan: Plan, option: Option) -> tuple[RouteSpec, ...]:
         hops = option.placed.routes[path.source, path.target].shares
         routes.append(
             RouteSpec(
-                source=names[path.source], target=names[path.target],
-                weight=_rounded(shares.get((path.source, path.target), 0.0)), fixed_s=_rounded(path.fixed_s),
+                source=names[path.source],
+                target=names[path.target],
+                weight=_rounded(shares.get((path.source, path.target), 0.0)),
+                fixed_s=_rounded(path.fixed_s),
                 hops=tuple(Hop(link=links[link].name, share=_rounded(share)) for link, share in hops),
             )
         )
@@ -152,7 +164,10 @@ def _links(plan: Plan, option: Option) -> tuple[LinkSpec, ...]:
     links = [plan.problem.topology.links[id_] for id_ in option.placed.links]
     return tuple(
         LinkSpec(
-            name=link.name, bytes_per_s=link.bytes_per_s, nominal_bytes_per_s=link.nominal_bytes_per_s, assumed=link.assumed
+            name=link.name,
+            bytes_per_s=link.bytes_per_s,
+            nominal_bytes_per_s=link.nominal_bytes_per_s,
+            assumed=link.assumed,
         )
         for link in links
     )
@@ -168,8 +183,13 @@ def claim_of(option: Option | None) -> Claim | None:
         return None
     rate = option.rate
     return Claim(
-        goodput_rps=_rounded(rate.goodput_rps), low_rps=_rounded(rate.low_rps), high_rps=_rounded(rate.high_rps),
-        gpus=option.gpus, goodput_rps_per_gpu=_rounded(option.per_gpu_rps), layout=option.placed.layout, binding=rate.binding,
+        goodput_rps=_rounded(rate.goodput_rps),
+        low_rps=_rounded(rate.low_rps),
+        high_rps=_rounded(rate.high_rps),
+        gpus=option.gpus,
+        goodput_rps_per_gpu=_rounded(option.per_gpu_rps),
+        layout=option.placed.layout,
+        binding=rate.binding,
     )
 
 
@@ -186,9 +206,7 @@ def _prediction(plan: Plan, chosen: Option) -> Prediction:
         rate_rps=_rounded(report.rate_rps),
         attainment={name: _rounded(share) for name, share in zip(names, report.attainment, strict=True)},
         ttft=_spread(report.latencies.ttft),
-        ttft_terms={
-            name: _spread(getattr(report.latencies, name)) for name in terms if name not in ("ttft", "tpot")
-        },
+        ttft_terms={name: _spread(getattr(report.latencies, name)) for name in terms if name not in ("ttft", "tpot")},
         tpot=_spread(report.latencies.tpot),
         utilisation={phase: _rounded(load.busy) for phase, load in report.load.items()},
         program_rps=_rounded(program.value_rps) if program else None,
@@ -207,7 +225,9 @@ def system_of(deployment: Deployment) -> System:
         kv_bytes_per_token=deployment.kv_bytes_per_token,
         paths=tuple(
             KvPath(
-                position[route.source], position[route.target], route.fixed_s,
+                position[route.source],
+                position[route.target],
+                route.fixed_s,
                 tuple((link_at[hop.link], hop.share) for hop in route.hops),
             )
             for route in deployment.routes
@@ -221,7 +241,12 @@ def system_of(deployment: Deployment) -> System:
 def _instance(deployment: Deployment, spec: InstanceSpec) -> Instance:
     cost = deployment.costs[spec.cost]
     model = CostModel(
-        Layout(spec.tp, spec.pp), np.array(cost.parameters), cost.stage_share, cost.handoff_s, cost.handoff_s_per_token,
-        cost.family, cost.unprofiled,
+        Layout(spec.tp, spec.pp),
+        np.array(cost.parameters),
+        cost.stage_share,
+        cost.handoff_s,
+        cost.handoff_s_per_token,
+        cost.family,
+        cost.unprofiled,
     )
     return Instance(spec.phase, model, Limits(**spec.limits.model_dump()))

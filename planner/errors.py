@@ -1,9 +1,9 @@
 """Everything that can go wrong, as one tree.
 
-    PlannerError                    the base: `except PlannerError` catches all of ours
-    +- InputError        exit 1     a file or a flag is wrong; holds one `Fault` (one line) per mistake
-    +- InfeasibleError   exit 2     the inputs are right, yet no plan meets the SLO; holds the way out
-    +- InvariantError    exit 70    our own mistake: a plan that fails its own check. Please report it.
+PlannerError                    the base: `except PlannerError` catches all of ours
++- InputError        exit 1     a file or a flag is wrong; holds one `Fault` (one line) per mistake
++- InfeasibleError   exit 2     the inputs are right, yet no plan meets the SLO; holds the way out
++- InvariantError    exit 70    our own mistake: a plan that fails its own check. Please report it.
 """
 
 from __future__ import annotations

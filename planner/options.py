@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.errors import InputError
-from planner.placement.base import Candidate, Placement, Program, Unplaceable
 from planner.placement.assign import place
+from planner.placement.base import Candidate, Placement, Program, Unplaceable
 from planner.placement.solve import capacity_bound
 from planner.replay import Placed, Report, claim, place_on, report, system_settings
 from planner.search.goodput import Rate, Trial, goodput_rps, pool
@@ -140,7 +140,9 @@ def compared(problem: Problem, kinds: Kinds, trials: Trials, wanted: Compared, p
     Raises InputError when there can be no such instances, with the reason, or when they do not fit on the cluster.
     """
     sides = {"prefill": wanted.prefill, "decode": wanted.decode, "aggregated": wanted.aggregated}
-    chosen = [(_kind_of(kinds, phase, side, wanted.name), side.count) for phase, side in sides.items() if side is not None]
+    chosen = [
+        (_kind_of(kinds, phase, side, wanted.name), side.count) for phase, side in sides.items() if side is not None
+    ]
     bound = min(kinds.saturation[kind] * count for kind, count in chosen)
     one = Scored(Combination(tuple(chosen), bound), 0.7 * bound)
     finalist = _replayed(problem, kinds, trials, one)
@@ -190,7 +192,7 @@ def _replay_finalists(
     What the free network gave is an upper limit, so a candidate below the best replay so far is out.
     """
     best: _Finalist | None = None
-    replayed = []
+    replayed: list[tuple[Scored, float]] = []
     for one in ranked[: 3 * problem.search.finalists]:
         enough = len(replayed) >= problem.search.finalists
         if best is not None and (enough or one.goodput_rps <= best.goodput_rps * SLACK):
@@ -234,14 +236,14 @@ def _replayed(problem: Problem, kinds: Kinds, trials: Trials, one: Scored) -> _F
     return _measured(problem, trials, one, placement, by_key)
 
 
-def _measured(
-    problem: Problem, trials: Trials, one: Scored, placement: Placement, by_key: dict
-) -> _Finalist:
+def _measured(problem: Problem, trials: Trials, one: Scored, placement: Placement, by_key: dict) -> _Finalist:
     """Return a placement with its goodput; KV goes to every decode instance, or along the program's flows if better."""
     placed = place_on(problem, placement, by_key)
     trial = trials.ranking
     goodput = goodput_rps(trial, placed.system, one.goodput_rps, 0.02)
-    if goodput < one.goodput_rps * 0.97 and len(placed.routes) > 1:  # the network costs something: fewer ways may cost less
+    if (
+        goodput < one.goodput_rps * 0.97 and len(placed.routes) > 1
+    ):  # the network costs something: fewer ways may cost less
         narrow = place_on(problem, placement, by_key, all_pairs=False)
         if narrow.routes.keys() != placed.routes.keys():
             other = goodput_rps(trial, narrow.system, max(goodput, 0.5 * one.goodput_rps), 0.02)
@@ -263,7 +265,7 @@ def _improve_by_program(
 
     Its rates are those of pools of the size it uses, measured again until they agree (three rounds at most).
     """
-    sizes = {kind: count for kind, count in best.scored.combination.kinds}
+    sizes = dict(best.scored.combination.kinds)
     program: Placement | None = None
     rates: dict[tuple[Kind, int], float] = {}
     for _ in range(3):
@@ -315,11 +317,13 @@ def _sizes_used(kinds: Kinds, placement: Placement) -> dict[Kind, int]:
 def _rated(
     problem: Problem, kinds: Kinds, trials: Trials, sizes: dict[Kind, int], rates: dict[tuple[Kind, int], float]
 ) -> list[Candidate]:
-    """Return every kind with its rate in a pool of the size at hand: its own, or the one that would replace its phase's."""
+    """Return every kind with its rate in a pool: of its own size, or of the size that would replace its phase."""
     settings = system_settings(problem)
     candidates = []
     for kind in (*kinds.prefill, *kinds.decode):
-        taken = sum(other.gpus * count for other, count in sizes.items() if (other.phase, other.gpu) == (kind.phase, kind.gpu))
+        taken = sum(
+            other.gpus * count for other, count in sizes.items() if (other.phase, other.gpu) == (kind.phase, kind.gpu)
+        )
         count = sizes.get(kind) or max(taken // kind.gpus, 1)
         if (kind, count) not in rates:
             rates[kind, count] = pool_rps(trials.ranking, kind, count, kinds.saturation[kind], settings)
@@ -329,8 +333,13 @@ def _rated(
 
 
 def _quoted(
-    problem: Problem, trials: Trials, best: _Finalist, program: Placement | None, ranked: Sequence[Scored],
-    replayed: tuple, progress: Progress,
+    problem: Problem,
+    trials: Trials,
+    best: _Finalist,
+    program: Placement | None,
+    ranked: Sequence[Scored],
+    replayed: tuple,
+    progress: Progress,
 ) -> Option:
     """Return the finalist with its claim over several seeds."""
     progress(f"replaying {best.placed.layout} with {problem.search.seeds} seeds")

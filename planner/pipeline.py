@@ -18,7 +18,7 @@ from planner.options import (
 )
 from planner.search.kinds import Kinds, find_kinds
 from planner.sources.problem import Problem
-from planner.verdict import Mode, Verdict, infeasible, judge
+from planner.verdict import MODES, Mode, Verdict, infeasible, judge
 
 Progress = Callable[[str], None]
 
@@ -35,7 +35,7 @@ class Plan:
     disaggregated: Option | None
     aggregated: Option | None
     compared: dict[str, Option | None]
-    capacity_bound_rps: float
+    capacity_bounds_rps: dict[Mode, float]
     cpu_s: float
 
     def prefer(self, mode: Mode) -> Plan:
@@ -44,6 +44,11 @@ class Plan:
         if option is None or option.rate.goodput_rps <= 0:
             raise InputError(f"no {mode} plan meets the SLO at any rate; the verdict is: {self.verdict.headline}")
         return replace(self, chosen=option)
+
+    @property
+    def capacity_bound_rps(self) -> float:
+        """The rate that no placement on this cluster can exceed in the chosen way [requests/s]."""
+        return self.capacity_bounds_rps[self.mode]
 
     @property
     def mode(self) -> Mode:
@@ -79,6 +84,14 @@ def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     chosen = disaggregated if verdict.mode == "disaggregated" else aggregated
     assert chosen is not None
     return Plan(
-        problem, kinds, trials, verdict, chosen, disaggregated, aggregated, others,
-        capacity_bound_rps(problem, kinds, verdict.mode), time.process_time() - started_s,
+        problem,
+        kinds,
+        trials,
+        verdict,
+        chosen,
+        disaggregated,
+        aggregated,
+        others,
+        {mode: capacity_bound_rps(problem, kinds, mode) for mode in MODES},
+        time.process_time() - started_s,
     )

@@ -34,7 +34,9 @@ class Placed:
         counts: dict[str, int] = {}
         for kind in self.kinds:
             counts[str(kind)] = counts.get(str(kind), 0) + 1
-        return " + ".join(f"{count} x {kind}" for kind, count in sorted(counts.items(), key=lambda kc: kc[0], reverse=True))
+        return " + ".join(
+            f"{count} x {kind}" for kind, count in sorted(counts.items(), key=lambda kc: kc[0], reverse=True)
+        )
 
     @property
     def gpus(self) -> int:
@@ -65,9 +67,10 @@ def place_on(problem: Problem, placement: Placement, kinds: Mapping[tuple, Kind]
     chosen = tuple(kinds[one.kind] for one in instances)
     flows = {(flow.prefill, flow.decode) for flow in placement.flows if flow.rate_rps > 0}
     pairs = [
-        (p, d) for p, source in enumerate(instances) for d, target in enumerate(instances)
-        if source.phase == "prefill" and target.phase == "decode"
-        and (all_pairs or (source.name, target.name) in flows)
+        (p, d)
+        for p, source in enumerate(instances)
+        for d, target in enumerate(instances)
+        if source.phase == "prefill" and target.phase == "decode" and (all_pairs or (source.name, target.name) in flows)
     ]
     routes = {(p, d): _route(problem, instances[p], instances[d]) for p, d in pairs}
     links = tuple(sorted({link for way in routes.values() for link, _ in way.shares}))
@@ -139,7 +142,8 @@ def _load(placed: Placed, runs: Sequence[Run]) -> dict[str, Load]:
     for at, kind in enumerate(placed.kinds):
         by_phase.setdefault(kind.phase, []).append(at)
     return {
-        phase: load_of(runs, rows, [placed.kinds[at].limits.kv_blocks for at in rows]) for phase, rows in by_phase.items()
+        phase: load_of(runs, rows, [placed.kinds[at].limits.kv_blocks for at in rows])
+        for phase, rows in by_phase.items()
     }
 
 

@@ -24,18 +24,25 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return {
         "deployment": deployment_of(plan).model_dump(mode="json"),
         "verdict": {
-            "mode": plan.verdict.mode, "tie": plan.verdict.tie, "gain": plan.verdict.gain, "gain_low": plan.verdict.gain_low,
-            "gain_high": plan.verdict.gain_high, "reason": plan.verdict.reason,
+            "mode": plan.verdict.mode,
+            "tie": plan.verdict.tie,
+            "gain": plan.verdict.gain,
+            "gain_low": plan.verdict.gain_low,
+            "gain_high": plan.verdict.gain_high,
+            "reason": plan.verdict.reason,
         },
         "options": {
             name: claim.model_dump(mode="json") if (claim := claim_of(option)) is not None else None
             for name, option in (
-                ("disaggregated", plan.disaggregated), ("aggregated", plan.aggregated), *plan.compared.items()
+                ("disaggregated", plan.disaggregated),
+                ("aggregated", plan.aggregated),
+                *plan.compared.items(),
             )
         },
         "capacity_bound_rps": plan.capacity_bound_rps,
         "runners_up": [
-            {"layout": layout, "gpus": gpus, "goodput_rps": rps, "why": why} for layout, gpus, rps, why in _runners_up(plan)
+            {"layout": layout, "gpus": gpus, "goodput_rps": rps, "why": why}
+            for layout, gpus, rps, why in _runners_up(plan)
         ],
         "rejected": [
             {"phase": r.phase, "tp": r.layout.tp, "pp": r.layout.pp, "gpu": r.gpu, "reason": r.reason}
@@ -71,7 +78,9 @@ def _table(title: str, *columns: str, right: int = 99) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
+    )
     for at, column in enumerate(columns):
         table.add_column(column, justify="right" if at >= right else "left", overflow="fold")
     return table
@@ -86,8 +95,8 @@ def _question(plan: Plan) -> str:
     )
     load = f"for {problem.rate_rps:.3g} requests/s, " if problem.rate_rps else ""
     return (
-        f"{problem.model.name} on {problem.topology.name}, {load}{workload.name} ({workload.mean_prompt_tokens:.0f} prompt "
-        f"and {workload.mean_output_tokens:.0f} output tokens on average, {workload.spec.process} arrivals), {bounds}"
+        f"{problem.model.name} on {problem.topology.name}, {load}{workload.name} "
+        f"({workload.mean_prompt_tokens:.0f} prompt and {workload.mean_output_tokens:.0f} output tokens on average, {workload.spec.process} arrivals), {bounds}"
     )
 
 
@@ -97,7 +106,16 @@ def _rps(value: float) -> str:
 
 def _options(plan: Plan) -> RenderableType:
     """Both ways to serve, side by side."""
-    table = _table("Goodput, replayed (95% interval over seeds)", "way", "layout", "GPUs", "requests/s", "per GPU", "binds", right=2)
+    table = _table(
+        "Goodput, replayed (95% interval over seeds)",
+        "way",
+        "layout",
+        "GPUs",
+        "requests/s",
+        "per GPU",
+        "binds",
+        right=2,
+    )
     rows = [("disaggregated", plan.disaggregated), ("aggregated", plan.aggregated), *plan.compared.items()]
     for name, option in rows:
         if option is None:
@@ -105,8 +123,12 @@ def _options(plan: Plan) -> RenderableType:
             continue
         rate, mark = option.rate, " *" if option is plan.chosen else ""
         table.add_row(
-            name + mark, option.placed.layout, str(option.gpus),
-            f"{_rps(rate.goodput_rps)} [{_rps(rate.low_rps)}, {_rps(rate.high_rps)}]", _rps(option.per_gpu_rps), rate.binding,
+            name + mark,
+            option.placed.layout,
+            str(option.gpus),
+            f"{_rps(rate.goodput_rps)} [{_rps(rate.low_rps)}, {_rps(rate.high_rps)}]",
+            _rps(option.per_gpu_rps),
+            rate.binding,
         )
     return table
 
@@ -118,7 +140,14 @@ def _instances(option: Option) -> RenderableType:
         limits = kind.limits
         where = " | ".join(_where(stage) for stage in placed.stages)
         tokens = str(limits.max_tokens) if kind.phase != "decode" else "-"
-        table.add_row(placed.name, str(placed.layout), where, str(limits.max_batch), tokens, f"{limits.kv_blocks * limits.block_tokens:,}")
+        table.add_row(
+            placed.name,
+            str(placed.layout),
+            where,
+            str(limits.max_batch),
+            tokens,
+            f"{limits.kv_blocks * limits.block_tokens:,}",
+        )
     return table
 
 
@@ -141,7 +170,14 @@ def _ranges(indexes: list[int]) -> str:
     return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in runs)
 
 
-_TERMS = {"queue": "queue", "prefill": "+ prefill", "handoff": "+ hand-off", "first_decode_wait": "+ first decode wait", "ttft": "= TTFT", "tpot": "TPOT"}
+_TERMS = {
+    "queue": "queue",
+    "prefill": "+ prefill",
+    "handoff": "+ hand-off",
+    "first_decode_wait": "+ first decode wait",
+    "ttft": "= TTFT",
+    "tpot": "TPOT",
+}
 
 
 def _latencies(option: Option) -> RenderableType:
@@ -178,7 +214,11 @@ def _bounds(plan: Plan) -> RenderableType:
     option = plan.chosen
     lines = [f"Claim ({plan.mode}, replayed): {_rps(option.rate.goodput_rps)} requests/s"]
     if (program := option.program) is not None:
-        what = f"{_rps(program.value_rps)} requests/s" if plan.problem.objective == "max_goodput" else f"{program.gpus} GPUs"
+        what = (
+            f"{_rps(program.value_rps)} requests/s"
+            if plan.problem.objective == "max_goodput"
+            else f"{program.gpus} GPUs"
+        )
         lines.append(
             f"Placement program (pool rates): {what}, bound {_rps(program.bound_rps)}, gap {program.gap:.2%}, "
             f"{program.seconds:.2f} CPU s ({program.solver})"
@@ -202,7 +242,9 @@ def _arithmetic(plan: Plan, option: Option) -> list[str]:
 
 def fit_table(costs: Any) -> Table:
     """Return the held-out errors of the cost models."""
-    table = _table("Fit, error on settings left out", "phase", "layout", "family", "settings", "median", "p95", "worst", right=3)
+    table = _table(
+        "Fit, error on settings left out", "phase", "layout", "family", "settings", "median", "p95", "worst", right=3
+    )
     for row in fit_report(costs):
         errors = [f"{e:.1%}" if e is not None else "-" for e in (row.median, row.p95, row.worst)]
         table.add_row(row.phase, row.layout, row.family, str(row.settings or "-"), *errors)
@@ -219,7 +261,9 @@ def _fit(plan: Plan) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    used = {kind.layout.tp for option in (plan.disaggregated, plan.aggregated) if option for kind in option.placed.kinds}
+    used = {
+        kind.layout.tp for option in (plan.disaggregated, plan.aggregated) if option for kind in option.placed.kinds
+    }
     costs = [cost for cost in plan.kinds.costs if cost.layout.tp in used]
     return Group(fit_table(costs), *(Text(f"  {note}", style="dim") for note in fit_notes(costs)), Text(""))
 
@@ -249,9 +293,13 @@ def _why(option: Option, one: Scored, real_rps: float | None) -> tuple[float, st
     rps = one.goodput_rps if real_rps is None else real_rps
     behind = rps / best - 1
     if behind > -0.03:
-        return rps, "as good within the noise" + (f", {one.combination.gpus} GPUs" if one.combination.gpus != option.gpus else "")
+        return rps, "as good within the noise" + (
+            f", {one.combination.gpus} GPUs" if one.combination.gpus != option.gpus else ""
+        )
     sides = [(kind.phase, count) for kind, count in one.combination.kinds]
-    return rps, f"{behind:+.0%}; saturates at {_rps(one.combination.bound_rps)}" + ("" if len(sides) < 2 else " (weaker side)")
+    return rps, f"{behind:+.0%}; saturates at {_rps(one.combination.bound_rps)}" + (
+        "" if len(sides) < 2 else " (weaker side)"
+    )
 
 
 def _others(rows: list[tuple[str, int, float, str]]) -> RenderableType:
@@ -269,7 +317,9 @@ def _rejected(plan: Plan) -> Iterator[RenderableType]:
     if groups:
         yield Text("Not considered", style="bold")
     for reason, ones in groups.items():
-        names = ", ".join(dict.fromkeys(f"{one.layout}" if one.phase == "any" else f"{one.phase} {one.layout}" for one in ones))
+        names = ", ".join(
+            dict.fromkeys(f"{one.layout}" if one.phase == "any" else f"{one.phase} {one.layout}" for one in ones)
+        )
         yield Text(f"  {names}: {reason}", style="dim")
 
 

@@ -15,8 +15,13 @@ from planner.specs.slo import Slo
 from planner.specs.workload import WorkloadSpec
 
 KINDS: dict[str, type[Spec]] = {
-    "deployment": Deployment, "problem": ProblemSpec, "cluster": Cluster, "model": ModelSpec, "profile": Profile,
-    "workload": WorkloadSpec, "slo": Slo,
+    "deployment": Deployment,
+    "problem": ProblemSpec,
+    "cluster": Cluster,
+    "model": ModelSpec,
+    "profile": Profile,
+    "workload": WorkloadSpec,
+    "slo": Slo,
 }
 
 

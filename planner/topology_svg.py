@@ -146,9 +146,7 @@ def _sizes(topology: Topology, cells: Sequence[_Cell]) -> _Sizes:
     )
 
 
-def _draw_rack(
-    canvas: _Canvas, sizes: _Sizes, rack: tuple[str, list[_Cell]], x: int, y: int
-) -> tuple[int, int]:
+def _draw_rack(canvas: _Canvas, sizes: _Sizes, rack: tuple[str, list[_Cell]], x: int, y: int) -> tuple[int, int]:
     """Draw one rack with its leaf switch and nodes; return its width and height."""
     name, cells = rack
     columns = min(_COLUMNS, len(cells))

@@ -108,9 +108,7 @@ def _groups_text(node: Node) -> str:
 def _cards_text(node: Node) -> str:
     ports = node.nics
     if ports and all(port.gpus == port.cards and len(port.cards) == 1 for port in ports):
-        return (
-            f"one each, {ports[0].names[0]} ... {ports[-1].names[0]}" if len(ports) > 1 else ports[0].names[0]
-        )
+        return f"one each, {ports[0].names[0]} ... {ports[-1].names[0]}" if len(ports) > 1 else ports[0].names[0]
     return "\n".join(f"{'+'.join(port.names)}: {_indexes(port.gpus) or 'no GPU'}" for port in ports) or "none"
 
 
@@ -139,9 +137,7 @@ def link_rows(topology: Topology) -> list[tuple[LinkRow, int]]:
         for link in topology.links
         if not _is_slot(link)
     )
-    return sorted(
-        ((row, n // 2) for row, n in counts.items()), key=lambda item: (order[item[0].kind], item[0])
-    )
+    return sorted(((row, n // 2) for row, n in counts.items()), key=lambda item: (order[item[0].kind], item[0]))
 
 
 def _is_slot(link: Link) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import hypot
 from typing import Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from planner.specs.slo import Slo
 from planner.specs.units import show_seconds
 
 Mode = Literal["disaggregated", "aggregated"]
+MODES: tuple[Mode, ...] = ("disaggregated", "aggregated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ def judge(problem: Problem, trials: Trials, disaggregated: Option | None, aggreg
     if (verdict := _by_demand(problem, disaggregated, aggregated, (gain, low, high))) is not None:
         return verdict
     if low > 0:
-        return Verdict("disaggregated", False, gain, low, high, _interference(problem, trials, disaggregated, aggregated))
+        return Verdict(
+            "disaggregated", False, gain, low, high, _interference(problem, trials, disaggregated, aggregated)
+        )
     reason = _cost_of_splitting(problem, trials, disaggregated, aggregated)
     return Verdict("aggregated", high >= 0, gain, low, high, reason)
 
@@ -69,7 +73,7 @@ def _gain(problem: Problem, one: Option, other: Option) -> tuple[float, float, f
     if problem.objective == "min_gpus":
         ratio *= other.gpus / one.gpus
     spread = [(o.rate.high_rps - o.rate.low_rps) / 2 / o.rate.goodput_rps for o in (one, other)]
-    half = ratio * float(np.hypot(*spread))
+    half = ratio * hypot(*spread)
     return ratio - 1, ratio - half - 1, ratio + half - 1
 
 
@@ -80,14 +84,18 @@ def _by_demand(problem: Problem, d: Option, a: Option, gain: tuple[float, float,
         return None
     serves = {"disaggregated": d.rate.low_rps >= rate_rps, "aggregated": a.rate.low_rps >= rate_rps}
     if serves["aggregated"] and (not serves["disaggregated"] or a.gpus < d.gpus):
-        needs = f"needs {d.gpus}" if serves["disaggregated"] else f"reaches {d.rate.goodput_rps:.3g} requests/s on {d.gpus}"
+        needs = (
+            f"needs {d.gpus}" if serves["disaggregated"] else f"reaches {d.rate.goodput_rps:.3g} requests/s on {d.gpus}"
+        )
         reason = (
             f"the load decides: aggregated serves {rate_rps:.3g} requests/s on {a.gpus} GPU{'s' * (a.gpus > 1)} "
             f"(up to {a.rate.goodput_rps:.3g}), disaggregated {needs} (a prefill and a decode side at least)"
         )
         return Verdict("aggregated", False, *gain, reason)
     if serves["disaggregated"] and (not serves["aggregated"] or d.gpus < a.gpus):
-        needs = f"needs {a.gpus}" if serves["aggregated"] else f"reaches {a.rate.goodput_rps:.3g} requests/s on {a.gpus}"
+        needs = (
+            f"needs {a.gpus}" if serves["aggregated"] else f"reaches {a.rate.goodput_rps:.3g} requests/s on {a.gpus}"
+        )
         reason = (
             f"the load decides: disaggregated serves {rate_rps:.3g} requests/s on {d.gpus} GPUs, aggregated {needs}"
         )
@@ -101,8 +109,8 @@ def _interference(problem: Problem, trials: Trials, d: Option, a: Option) -> str
     run = trials.quoting.run(a.placed.system, rate_rps)
     bound, late, slow = binding_term([run], problem.slos, trials.quoting.warmup_s)
     return (
-        f"interference decides: at this rate per GPU the aggregated way misses {bound} for {max(late, slow):.0%} of requests "
-        f"(TTFT {late:.0%}, TPOT {slow:.0%}), because prompts and decode steps share its iterations"
+        f"interference decides: at this rate per GPU the aggregated way misses {bound} for {max(late, slow):.0%} of "
+        f"requests (TTFT {late:.0%}, TPOT {slow:.0%}), because prompts and decode steps share its iterations"
     )
 
 
@@ -119,8 +127,8 @@ def _cost_of_splitting(problem: Problem, trials: Trials, d: Option, a: Option) -
     idle = min(busy, key=lambda phase: busy[phase])
     if busy[idle] < 0.6:
         return (
-            f"lost pooling decides: GPUs come in whole instances, and the {idle} side is busy {busy[idle]:.0%} of the time "
-            f"at the claim while the other side binds ({d.rate.binding})"
+            f"lost pooling decides: GPUs come in whole instances, and the {idle} side is busy {busy[idle]:.0%} of the "
+            f"time at the claim while the other side binds ({d.rate.binding})"
         )
     tpot = a.report.latencies.tpot.p90_s
     return (
@@ -140,13 +148,15 @@ def infeasible(problem: Problem, kinds: Kinds) -> InfeasibleError:
     of_class = f" of class {slo.name}" if slo.name else ""
     if factor <= 1.0:
         message = (
-            f"infeasible: each bound{of_class} can be met alone, but not both by {slo.attainment:.0%} of requests together; "
-            f"closest is {binding} at {show_seconds(best_s)} ({where}, one request at a time) for a bound of {show_seconds(bound_s)}"
+            f"infeasible: each bound{of_class} can be met alone, but not both by {slo.attainment:.0%} of requests "
+            f"together; closest is {binding} at {show_seconds(best_s)} ({where}, one request at a time) for a bound of "
+            f"{show_seconds(bound_s)}"
         )
     else:
         message = (
             f"infeasible: no layout meets {binding} <= {show_seconds(bound_s)}{of_class}; the best achievable for "
-            f"{slo.attainment:.0%} of requests is {show_seconds(best_s)} ({where}, one request at a time), {factor:.1f}x the bound"
+            f"{slo.attainment:.0%} of requests is {show_seconds(best_s)} ({where}, one request at a time), "
+            f"{factor:.1f}x the bound"
         )
     field = "ttft_s" if binding == "TTFT" else "tpot_s"
     way_out = (

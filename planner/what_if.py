@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import asdict, dataclass
-from math import isfinite
+from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +53,9 @@ def simulate_deployment(
     if not (isfinite(rate_rps) and rate_rps > 0 and isfinite(duration_s) and duration_s > 0):
         raise InputError(f"expected a rate and a duration above 0, got {rate_rps} requests/s for {duration_s} s")
     if rate_rps * duration_s > _MOST_REQUESTS:
-        raise InputError(f"{rate_rps * duration_s:.3g} requests are more than {_MOST_REQUESTS:,}; give a shorter --duration")
+        raise InputError(
+            f"{rate_rps * duration_s:.3g} requests are more than {_MOST_REQUESTS:,}; give a shorter --duration"
+        )
     trial = Trial(loaded, deployment.slo, duration_s, seed, most_requests=_MOST_REQUESTS)
     return Outcome(deployment, loaded, rate_rps, trial.run(system_of(deployment), rate_rps), trial)
 
@@ -71,10 +73,13 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "rate_rps": outcome.rate_rps,
         "requests": len(outcome.run.requests),
         "attainment": dict(zip(names, shares, strict=True)),
-        "missed_more": binding, "missed_ttft": late, "missed_tpot": slow,
+        "missed_more": binding,
+        "missed_ttft": late,
+        "missed_tpot": slow,
         "times": times,
         "utilisation": {
-            instance.name: load_of([outcome.run], [at], [instance.limits.kv_blocks]).busy for at, instance in enumerate(outcome.deployment.instances)
+            instance.name: load_of([outcome.run], [at], [instance.limits.kv_blocks]).busy
+            for at, instance in enumerate(outcome.deployment.instances)
         },
         "preemptions": int(outcome.run.preemptions.sum()),
     }
@@ -87,7 +92,8 @@ def summary_table(outcome: Outcome) -> Table:
 
     data = summary(outcome)
     shares = ", ".join(f"{name} {share:.1%}" for name, share in data["attainment"].items())
-    title = f"{outcome.deployment.name} at {outcome.rate_rps:.3g} requests/s, {data['requests']:,} requests: {shares} attain"
+    load = f"{outcome.rate_rps:.3g} requests/s, {data['requests']:,} requests"
+    title = f"{outcome.deployment.name} at {load}: {shares} attain"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("term")
     for column in ("mean", "p50", "p90", "p99"):
@@ -104,13 +110,21 @@ def records_csv(outcome: Outcome) -> str:
     """Return one line per request: lengths, instances, and the times of its life [s]; empty where it never happened."""
     run = outcome.run
     columns = {
-        "arrival_s": run.requests.arrival_s, "prompt_tokens": run.requests.prompt_tokens,
-        "output_tokens": run.requests.output_tokens, "prefill_at": run.prefill_at, "decode_at": run.decode_at,
-        "prefill_start_s": run.prefill_start_s, "prefill_end_s": run.prefill_end_s, "pull_end_s": run.pull_end_s,
-        "first_token_s": run.first_token_s, "finish_s": run.finish_s, "ttft_s": run.ttft_s, "tpot_s": run.tpot_s,
+        "arrival_s": run.requests.arrival_s,
+        "prompt_tokens": run.requests.prompt_tokens,
+        "output_tokens": run.requests.output_tokens,
+        "prefill_at": run.prefill_at,
+        "decode_at": run.decode_at,
+        "prefill_start_s": run.prefill_start_s,
+        "prefill_end_s": run.prefill_end_s,
+        "pull_end_s": run.pull_end_s,
+        "first_token_s": run.first_token_s,
+        "finish_s": run.finish_s,
+        "ttft_s": run.ttft_s,
+        "tpot_s": run.tpot_s,
     }
     text = io.StringIO()
     text.write(",".join(columns) + "\n")
     for row in zip(*(np.asarray(column).tolist() for column in columns.values()), strict=True):
-        text.write(",".join("" if value != value else repr(value) for value in row) + "\n")
+        text.write(",".join("" if isnan(value) else repr(value) for value in row) + "\n")
     return text.getvalue()

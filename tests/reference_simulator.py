@@ -11,16 +11,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil, inf, nan
+from random import Random
 
-from planner.cost.kernel import FAMILY, LINEAR, iteration_s
-from planner.policies.decode import admits
-from planner.policies.prefill import chunk_tokens, joins_batch
-from planner.policies.routing import decode_load, pick_least, work_left_s
-from planner.simulator.cluster import Instance, KvPath, System
-from planner.specs.workload import Requests
+import numpy as np
 
-admits, chunk_tokens, joins_batch = admits.py_func, chunk_tokens.py_func, joins_batch.py_func
-decode_load, pick_least, work_left_s = decode_load.py_func, pick_least.py_func, work_left_s.py_func
+from planner.cost.base import CostModel
+from planner.cost.kernel import FAMILY, LINEAR, ROOFLINE, SIZE, iteration_s
+from planner.policies import decode, prefill, routing
+from planner.simulator.cluster import Instance, KvPath, Limits, System
+from planner.specs.layout import Layout, Phase
+from planner.specs.workload import Requests, make_requests
+
+admits = decode.admits.py_func
+joins_batch, chunk_tokens = prefill.joins_batch.py_func, prefill.chunk_tokens.py_func
+pick_least, work_left_s, decode_load = (
+    function.py_func for function in (routing.pick_least, routing.work_left_s, routing.decode_load)
+)
 
 TICK_S = 1e-9
 
@@ -191,9 +197,9 @@ class Reference:
     def _paths(self) -> list[KvPath]:
         if self.system.paths is not None:
             return [path for path in self.system.paths if path.weight > 0]
-        prefill = [b.number for b in self.boxes if b.spec.phase == "prefill"]
-        decode = [b.number for b in self.boxes if b.spec.phase == "decode"]
-        return [KvPath(p, d) for p in prefill for d in decode]
+        givers = [box.number for box in self.boxes if box.spec.phase == "prefill"]
+        takers = [box.number for box in self.boxes if box.spec.phase == "decode"]
+        return [KvPath(p, d) for p in givers for d in takers]
 
     def run(self) -> Reference:
         waiting = list(self.jobs)
@@ -474,3 +480,75 @@ class Reference:
             else:
                 del box.held[job]
                 job.finish_s = now_s
+
+
+# ---- small random clusters, made so that everything happens: queues, back-pressure, preemption, shared links
+
+LONGEST_PROMPT, LONGEST_OUTPUT = 60, 30
+
+
+def random_system(r: Random) -> System:
+    """Return one to eight instances of any phase and depth, most of them short of KV blocks, with links or without."""
+    block_tokens = r.choice([1, 2, 4, 16])
+    with_prefill, with_aggregated = r.choice([(True, False), (True, False), (False, True), (True, True)])
+    phases = []
+    if with_prefill:
+        phases += ["prefill"] * r.randint(1, 3) + ["decode"] * r.randint(1, 3)
+    if with_aggregated:
+        phases += ["aggregated"] * r.randint(1, 3)
+    r.shuffle(phases)
+    instances = [_random_instance(r, phase, block_tokens) for phase in phases]
+    if r.random() < 0.4:
+        instances.append(instances[0])  # equals, so that ties occur
+    links = tuple(r.uniform(1e3, 1e5) for _ in range(r.randint(1, 4)))
+    paths = _random_paths(r, instances, len(links)) if r.random() < 0.8 else None
+    return System(
+        tuple(instances), r.choice([10.0, 100.0]), paths, links, r.choice(["decode", "prefill"]), r.randint(1, 4)
+    )
+
+
+def _random_instance(r: Random, phase: Phase, block_tokens: int) -> Instance:
+    longest = ceil((LONGEST_PROMPT + LONGEST_OUTPUT) / block_tokens)
+    blocks = r.randint(max(longest - 3, 1), 2 * longest + 4) if r.random() < 0.7 else 50 * longest
+    limits = Limits(
+        r.choice([1, 2, 3, 8, 64]), r.choice([4, 16, 40, 120]), blocks, block_tokens, r.choice([1e3, 1e6, 1e9])
+    )
+    weights = [r.uniform(0.5, 1.5) for _ in range(r.randint(1, 3))]
+    share = tuple(weight / sum(weights) for weight in weights)
+    handoff = r.choice([(0.0, 0.0), (r.uniform(0, 0.002), r.uniform(0, 1e-5))])
+    return Instance(phase, CostModel(Layout(1, len(share)), _random_law(r), share, *handoff), limits)
+
+
+def _random_law(r: Random) -> np.ndarray:
+    p = np.zeros(SIZE)
+    p[1:4] = r.uniform(0.001, 0.02), r.uniform(1e-5, 5e-4), r.uniform(0, 1e-6)
+    for regime in (4, 7):
+        p[regime : regime + 3] = r.uniform(0.005, 0.03), r.uniform(0, 1e-3), r.uniform(0, 2e-5)
+    p[10] = r.choice([2, 4, 8, 1000])
+    if r.random() < 0.2:
+        p[FAMILY] = ROOFLINE
+        p[3:16] = 3.0, 1e-4, 1e-7, 1e-4, 5e-3, 5e-3, 0.2, 1e-5, 1e-4, 1e-5, 2e-3, 30.0, 0.3
+    return p
+
+
+def _random_paths(r: Random, instances: list[Instance], links: int) -> tuple[KvPath, ...]:
+    """Return paths between most pairs, over any number of links (none: the fixed time only), some switched off."""
+    found = []
+    for p, source in enumerate(instances):
+        for d, target in enumerate(instances):
+            if (source.phase, target.phase) == ("prefill", "decode") and r.random() < 0.9:
+                crossed = sorted(r.sample(range(links), r.randint(0, links)))
+                shares = tuple((link, r.choice([1.0, 0.5, r.uniform(0.1, 1)])) for link in crossed)
+                found.append(KvPath(p, d, r.choice([0.0, r.uniform(0, 0.01)]), shares, r.choice([1.0, 0.3, 0.0])))
+    return tuple(found)
+
+
+def random_requests(r: Random, most: int = 60) -> Requests:
+    """Return up to `most` requests, some of them at the same instant, at a rate anywhere from idle to overload."""
+    rate_rps, now_s, arrivals = 10 ** r.uniform(0, 2.5), 0.0, []
+    for _ in range(r.randint(1, most)):
+        now_s += r.expovariate(rate_rps) if r.random() > 0.15 else 0.0
+        arrivals.append(now_s)
+    prompts = [r.randint(1, LONGEST_PROMPT) for _ in arrivals]
+    outputs = [r.choice([1, 2, r.randint(1, LONGEST_OUTPUT)]) for _ in arrivals]
+    return make_requests(np.array(arrivals), np.array(prompts), np.array(outputs))

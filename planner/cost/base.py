@@ -17,8 +17,8 @@ class BatchShape(NamedTuple):
     prefills: int = 0
     tokens: int = 0
     attended: float = 0.0
-    decodes: int = 0
-    context: int = 0
+    decodes: float = 0
+    context: float = 0
 
     @classmethod
     def prefill(cls, new_tokens: int, batch: int = 1, cached_tokens: int = 0) -> BatchShape:

@@ -60,7 +60,7 @@ class Trial:
         return -1.0 if run.stopped_early else margin([run], trial.slos, trial.warmup_s)
 
     def lasting(self, rate_rps: float) -> Trial:
-        """Return the trial with its time (warm-up included) fit for this rate: 200 requests at least, or the most there may be."""
+        """Return the trial with its time (warm-up included) fit for this rate: at least 200 requests, never too many."""
         duration_s = min(max(self.duration_s, _FEWEST / rate_rps), self.most_requests / rate_rps)
         return replace(self, duration_s=duration_s)
 
@@ -150,7 +150,7 @@ def _full_margin(trial: Trial, system: System, rate_rps: float) -> float:
 
 
 def _jackknife(curve: Mapping[float, np.ndarray]) -> float:
-    """Return the half width of the interval in log rate, from each seed's weight on where the pooled curve crosses 0."""
+    """Return the interval's half width in log rate, from each seed's weight on where the pooled curve crosses 0."""
     rates = np.array(sorted(curve))
     margins = np.array([curve[rate] for rate in rates])
     count = margins.shape[1]

@@ -108,8 +108,13 @@ def largest(combinations: Iterable[Combination]) -> list[Combination]:
 
 
 def most_goodput(
-    trial: Trial, combinations: Sequence[Combination], kv_bytes_per_token: float, common: Mapping[str, object],
-    precision: float = 0.02, keep: int = 8, known: Sequence[Scored] = (),
+    trial: Trial,
+    combinations: Sequence[Combination],
+    kv_bytes_per_token: float,
+    common: Mapping[str, object],
+    precision: float = 0.02,
+    keep: int = 8,
+    known: Sequence[Scored] = (),
 ) -> list[Scored]:
     """Return the best combinations, best first, ties by fewer GPUs. Those that were rejected are left out.
 
@@ -166,10 +171,14 @@ class _Outward:
 
 
 def fewest_gpus(
-    trial: Trial, combinations: Sequence[Combination], rate_rps: float, kv_bytes_per_token: float,
-    common: Mapping[str, object], keep: int = 4,
+    trial: Trial,
+    combinations: Sequence[Combination],
+    rate_rps: float,
+    kv_bytes_per_token: float,
+    common: Mapping[str, object],
+    keep: int = 4,
 ) -> list[Scored]:
-    """Return combinations that serve `rate_rps` within the SLO, fewest GPUs first (`goodput_rps` is the rate asked for)."""
+    """Return combinations that serve `rate_rps` within the SLO, fewest GPUs first; that rate is their goodput here."""
     passing: list[Scored] = []
     for one in sorted(combinations, key=lambda c: (c.gpus, -_estimate(c), str(c))):
         if passing and one.gpus > passing[0].combination.gpus and len(passing) >= keep:
@@ -198,7 +207,7 @@ def promising(combinations: Iterable[Combination]) -> list[Combination]:
 
 
 def _estimate(one: Combination) -> float:
-    """Return a guess of the goodput, only to choose the order: pools come closer to saturation than single instances."""
+    """Return a guess of the goodput, only to choose the order: larger pools come closer to saturation."""
     return min((one.bound_rps * (1 - 0.5 / (1 + count)) for _, count in one.kinds), default=0.0)
 
 

@@ -53,8 +53,12 @@ def find_kinds(problem: Problem) -> Kinds:
         raise InputError(_fits_nowhere(problem, rejected))
     saturation = {kind: saturation_rps(kind, problem.workload, problem.slos) for kind in kinds}
     kept = _worthwhile(kinds, saturation, rejected)
-    by_phase = {phase: tuple(kind for kind in kept if kind.phase == phase) for phase in ("prefill", "decode", "aggregated")}
-    return Kinds(**by_phase, saturation=saturation, rejected=tuple(rejected), costs=tuple(costs), all_legal=tuple(kinds))
+    by_phase = {
+        phase: tuple(kind for kind in kept if kind.phase == phase) for phase in ("prefill", "decode", "aggregated")
+    }
+    return Kinds(
+        **by_phase, saturation=saturation, rejected=tuple(rejected), costs=tuple(costs), all_legal=tuple(kinds)
+    )
 
 
 def _degrees(problem: Problem, gpu: Gpu, rejected: list[Rejected]) -> Iterator[tuple[int, CostModel]]:
@@ -84,7 +88,8 @@ def _tp_group(problem: Problem, unit: Unit, tp: int) -> tuple[GpuId, ...]:
     """Return the best-joined `tp` GPUs of a unit: within one fast group if one is large enough."""
     groups = [
         tuple(GpuId(node, index) for index in group)
-        for node in unit.nodes for group in problem.topology.node(node).tp_groups
+        for node in unit.nodes
+        for group in problem.topology.node(node).tp_groups
     ]
     fast = next((group for group in groups if len(group) >= tp), unit.gpus)
     return fast[:tp]
@@ -125,7 +130,7 @@ def _kinds(
 
 
 def _between_stages(problem: Problem, gpu: Gpu, layout: Layout) -> tuple[float, float]:
-    """Return the bandwidth [bytes/s] and latency [s] from one pipeline stage to the next, where they are likely to lie."""
+    """Return bandwidth [bytes/s] and latency [s] from one pipeline stage to the next, where they are likely to lie."""
     units = [unit for unit in problem.topology.units() if unit.gpu.name == gpu.name]
     unit = _largest_unit(problem, gpu)
     if layout.pp == 1:
@@ -162,7 +167,9 @@ def _worthwhile(kinds: list[Kind], saturation: dict[Kind, float], rejected: list
         best = max(saturation[k] / k.gpus for k in kinds if (k.phase, k.gpu) == (kind.phase, kind.gpu))
         mine = saturation[kind] / kind.gpus
         if mine <= 0:
-            rejected.append(Rejected(kind.phase, kind.layout, kind.gpu, "not even one request alone meets the TPOT bound"))
+            rejected.append(
+                Rejected(kind.phase, kind.layout, kind.gpu, "not even one request alone meets the TPOT bound")
+            )
         elif mine < _DOMINATED * best:
             reason = f"saturates at {mine:.3g} requests/s per GPU, where another layout reaches {best:.3g}"
             rejected.append(Rejected(kind.phase, kind.layout, kind.gpu, reason))
@@ -177,4 +184,3 @@ def _fits_nowhere(problem: Problem, rejected: Iterable[Rejected]) -> str:
     last = max(rejected, key=lambda r: (r.layout.gpus, r.layout), default=None)
     why = f"; {last.layout} on {last.gpu}: {last.reason}" if last else ""
     return f"{problem.model.name} fits on no layout of {problem.topology.name} ({cluster}){why}"
-

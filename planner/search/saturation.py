@@ -62,7 +62,10 @@ def _decode_rps(kind: Kind, workload: Workload, slos: Sequence[Slo]) -> float:
     loosest = max(slo.tpot_s for slo in slos)
     target = min(slo.attainment for slo in slos)
     within = _largest_batch(kind, held, loosest, most)
-    return max(within / target, 0.0) and min(_tokens_per_s(kind, most, held), _tokens_per_s(kind, within, held) / target) / steps
+    return (
+        max(within / target, 0.0)
+        and min(_tokens_per_s(kind, most, held), _tokens_per_s(kind, within, held) / target) / steps
+    )
 
 
 def _tokens_per_s(kind: Kind, batch: float, held: float) -> float:
@@ -97,10 +100,10 @@ def _largest_batch(kind: Kind, held: float, tpot_s: float, most: float) -> float
 
 def _aggregated_rps(kind: Kind, workload: Workload, slos: Sequence[Slo]) -> float:
     """Every token of a request passes once; at best each step is full. Never more than decode alone would allow."""
-    prompts, outputs = _lengths(workload)
+    prompts, _ = _lengths(workload)
     budget = kind.limits.max_tokens
     work_s = []
-    for n, out in zip(prompts.tolist(), outputs.tolist(), strict=True):
+    for n in prompts.tolist():
         full = BatchShape(prefills=max(budget // n, 1), tokens=budget, attended=float(budget) * n)
         work_s.append(n / budget * max(kind.cost.stages_s(full)))
     decode_rps = _decode_rps(kind, workload, slos)

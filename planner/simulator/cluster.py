@@ -193,7 +193,7 @@ def _run(w):
 @inlined
 def _lost(w):
     """Return True when some class has missed too often to reach its attainment."""
-    for of_class in range(len(w.goal)):
+    for of_class in range(len(w.goal)):  # noqa: SIM110  (compiled code knows no generators)
         if w.goal[of_class].missed > w.goal[of_class].budget:
             return True
     return False

@@ -89,13 +89,26 @@ def problem_of(document: Document) -> Problem:
     digests = {
         "problem": _digest(dump_json(document.data)),
         "model": _digest(model.model_dump_json()),
-        "cluster": _digest(repr([(node.name, node.gpu, node.indices) for node in topology.nodes] + list(topology.links))),
+        "cluster": _digest(
+            repr([(node.name, node.gpu, node.indices) for node in topology.nodes] + list(topology.links))
+        ),
         "workload": workload.digest,
         **{f"profile {profile.name}": profile.digest for profile in profiles},
     }
     return Problem(
-        spec.name or Path(document.file).stem, model, topology, profiles, workload, slos, objective, rate_rps,
-        spec.compare, spec.engine, spec.search, spec.seed, digests,
+        spec.name or Path(document.file).stem,
+        model,
+        topology,
+        profiles,
+        workload,
+        slos,
+        objective,
+        rate_rps,
+        spec.compare,
+        spec.engine,
+        spec.search,
+        spec.seed,
+        digests,
     )
 
 
@@ -128,15 +141,23 @@ def _profiles(document: Document, model: ModelSpec, topology: Topology) -> tuple
     if asked == "auto":
         shipped = [read_profile(_preset(name)) for name in preset_names("profiles")]
         return tuple(p for p in shipped if model.is_called(p.model) and any(gpu.is_called(p.gpu) for gpu in gpus))
-    places = [document.at("profiles", i) for i in range(len(asked))] if isinstance(asked, list) else [document.at("profiles")]
+    places = (
+        [document.at("profiles", i) for i in range(len(asked))]
+        if isinstance(asked, list)
+        else [document.at("profiles")]
+    )
     found: list[Profile] = []
     for place in places:
         profile = read_profile(resolve("profiles", place))
         if not model.is_called(profile.model):
-            raise InputError(place.fault(f"profile {profile.name} measured {profile.model}, but the model here is {model.name}"))
+            raise InputError(
+                place.fault(f"profile {profile.name} measured {profile.model}, but the model here is {model.name}")
+            )
         if not any(gpu.is_called(profile.gpu) for gpu in gpus):
             types = ", ".join(sorted({gpu.name for gpu in gpus}))
-            raise InputError(place.fault(f"profile {profile.name} measured {profile.gpu}, which is not in this cluster ({types})"))
+            raise InputError(
+                place.fault(f"profile {profile.name} measured {profile.gpu}, which is not in this cluster ({types})")
+            )
         if any(other.gpu == profile.gpu for other in found):
             raise InputError(place.fault(f"a second profile of {profile.gpu}; give one per GPU type"))
         found.append(profile)

@@ -78,7 +78,11 @@ for _tag, _regex, _first in (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
-    ("float", r"^(?:[-+]?(?:[0-9][0-9_]*)?\.?[0-9_]+(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+\.|[-+]?\.(?:inf|Inf)|\.nan|\.NaN)$", "-+.0123456789"),
+    (
+        "float",
+        r"^(?:[-+]?(?:[0-9][0-9_]*)?\.?[0-9_]+(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+\.|[-+]?\.(?:inf|Inf)|\.nan|\.NaN)$",
+        "-+.0123456789",
+    ),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_regex), list(_first))
 
@@ -212,7 +216,8 @@ def _message(item: Any, known: list[str]) -> str:
     got = f", got {_short(value)}"
     plain = {
         "missing": "is required",
-        "extra_forbidden": f"unknown key{suggest(name, known)}" + (f"; expected one of {', '.join(known)}" if known else ""),
+        "extra_forbidden": f"unknown key{suggest(name, known)}"
+        + (f"; expected one of {', '.join(known)}" if known else ""),
         "int_type": "expected an integer" + got,
         "int_from_float": "expected a whole number" + got,
         "float_type": "expected a number" + got,
