@@ -94,9 +94,10 @@ def _question(plan: Plan) -> str:
         for slo in problem.slos
     )
     load = f"for {problem.rate_rps:.3g} requests/s, " if problem.rate_rps else ""
+    lengths = f"{workload.mean_prompt_tokens:.0f} prompt and {workload.mean_output_tokens:.0f} output tokens on average"
     return (
-        f"{problem.model.name} on {problem.topology.name}, {load}{workload.name} "
-        f"({workload.mean_prompt_tokens:.0f} prompt and {workload.mean_output_tokens:.0f} output tokens on average, {workload.spec.process} arrivals), {bounds}"
+        f"{problem.model.name} on {problem.topology.name}, {load}{workload.name} ({lengths}, {workload.spec.process} "
+        f"arrivals), {bounds}"
     )
 
 

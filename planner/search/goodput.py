@@ -60,7 +60,7 @@ class Trial:
         return -1.0 if run.stopped_early else margin([run], trial.slos, trial.warmup_s)
 
     def lasting(self, rate_rps: float) -> Trial:
-        """Return the trial with its time (warm-up included) fit for this rate: at least 200 requests, never too many."""
+        """Return the trial with its time (warm-up included) fit for this rate: at least 200 requests."""
         duration_s = min(max(self.duration_s, _FEWEST / rate_rps), self.most_requests / rate_rps)
         return replace(self, duration_s=duration_s)
 
