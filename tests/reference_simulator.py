@@ -491,7 +491,7 @@ def random_system(r: Random) -> System:
     """Return one to eight instances of any phase and depth, most of them short of KV blocks, with links or without."""
     block_tokens = r.choice([1, 2, 4, 16])
     with_prefill, with_aggregated = r.choice([(True, False), (True, False), (False, True), (True, True)])
-    phases = []
+    phases: list[Phase] = []
     if with_prefill:
         phases += ["prefill"] * r.randint(1, 3) + ["decode"] * r.randint(1, 3)
     if with_aggregated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -66,8 +67,8 @@ def lindley_wait_s(arrival_s: np.ndarray, service_s: float) -> np.ndarray:
 
 
 # M/D/1: mean wait = rho D / (2 (1 - rho)). The mean of n waits scatters by 0.3, 0.8, 1.5 % at one million requests and
-# loads of 0.5, 0.8, 0.9; antithetic pairs (u and 1 - u) cut the last two to 0.6 and 0.95 %, hence the numbers below.
-@pytest.mark.parametrize(("rho", "pairs"), [(0.5, 2), (0.8, 5), (0.9, 16)])
+# loads of 0.5, 0.8, 0.9; antithetic pairs (u and 1 - u) cut the last two to 0.6 and 0.95 %: hence the numbers of pairs.
+@pytest.mark.parametrize(("rho", "pairs"), [(0.5, 2), (0.8, 5), (0.9, 30)])
 def test_mean_wait_is_that_of_m_d_1(rho, pairs):
     service_s, count, settled = 0.05, 100_000, 4_000
     system = System((instance("prefill", law((service_s, 0, 0)), max_batch=1),), 1.0)
@@ -160,7 +161,8 @@ def opt_13b(**more: object) -> System:
 
 def test_one_request_alone_takes_the_sum_of_its_steps():
     """(512, 64): TTFT = a + b 512 + c 512^2 = 18.1025 + 52.1791 + 1.8671 = 72.1487 ms; then 63 steps at contexts
-    513 .. 575 (the first token came with the prefill), 19.9347 + 0.0385 + 0.000627 k each, k = 544 on average: 20.3143."""
+    513 .. 575 (the first token came with the prefill), 19.9347 + 0.0385 + 0.000627 k each, k = 544 on average: 20.3143 ms.
+    """
     run = simulate(opt_13b(), load([3.0], 512, 64), ANY)
     assert run.ttft_s[0] == pytest.approx(0.0721487, abs=1e-7)
     assert run.tpot_s[0] == pytest.approx(0.0203143, abs=1e-7)
@@ -205,22 +207,22 @@ def test_decoding_requests_ride_along_with_a_chunk():
 
 
 def test_a_swap_costs_the_time_of_its_blocks_both_ways():
-    """Blocks of 1 token, room for 12; two requests of prompt 4 and output 5 hold 5 each and grow by 1 each per step of
-    10 ms. After step 1 both need a 6th: 12 in all, fits. After step 2, 14: the newer one (6 blocks) is swapped out at 1 ms
-    a block. The older one goes on alone, through a step of 10 + 6 ms and one more, and ends with its 4th; the newer
-    one, 7 blocks, comes back with 7 ms, and makes its last two steps. It began one step after the older one."""
+    """Blocks of 1 token, 12 of them, 1 ms each to swap; steps of 10 ms; two requests of prompt 4 and output 5.
+
+    0 .. 10     the older one alone (5 blocks, then 6); the newer one has its 5 and joins at the next step
+    10 .. 20    both; then they need 7 + 6 = 13: the newer one, which holds 5, goes out
+    20 .. 35    the older one, behind 5 ms of copying
+    35 .. 45    its fourth and last step
+    45 .. 61    the newer one, behind 6 ms of copying: it needs 6 for the token that found no room
+    61 .. 81    its last two steps
+    """
     decode = instance(
         "decode", law(decode=(0.01, 0, 0)), blocks=12, block_tokens=1, max_batch=2, swap_bytes_per_s=1000.0
     )
     system = System((instance("prefill", law(), block_tokens=1), decode), 1.0)
     run = simulate(system, load([0.0, 0.0], 4, 5), ANY)
-    # request 0 joins the step [0, 10 ms]; request 1 the step [10, 20]. Contexts after it: 7 and 6 = 13 > 12 blocks.
-    # [20, 36]: 0 alone, 10 + 6 (5 blocks swapped out... counted below); [.., ..]: its last step, then 1 comes back.
     assert run.preemptions.tolist() == [0, 1]
-    swapped_out, swapped_in = 5, 6  # blocks held at the time, and needed for the token that it could not place
-    ends_s = [0.02 + (0.01 + swapped_out * 1e-3) + 0.01, 0.0]
-    ends_s[1] = ends_s[0] + (0.01 + swapped_in * 1e-3) + 2 * 0.01
-    assert run.finish_s.tolist() == pytest.approx(ends_s)
+    assert run.finish_s.tolist() == pytest.approx([0.045, 0.081])
 
 
 # ---- against the plain simulator
@@ -265,7 +267,7 @@ def test_equals_the_plain_simulator_on_longer_loads(seed):
 def test_the_random_clusters_do_meet_what_they_are_for():
     """Preemption by swap and by recompute, waiting for blocks on both sides, pipelines, refusals, shared links."""
     swapped = recomputed = refused = short_of_blocks = shared = waited = 0
-    for seed in range(300):
+    for seed in range(500):
         r = Random(seed)
         system, requests = random_system(r), random_requests(r)
         run = simulate(system, requests, ANY)
@@ -302,8 +304,7 @@ def test_everything_is_given_back_and_everybody_is_served_once(seed):
         assert (world.lane[name] == 0).all(), name
     assert (world.residue == 0).all() and (world.due == -1).all() and (world.queue["size"] == 0).all()
     assert world.scalar["flows"][0] == world.scalar["events"][0] == world.scalar["waiting_pulls"][0] == 0
-    assert np.array_equal(requests.output_tokens[served & (run.decode_at >= 0)] > 1, np.full(
-        int((served & (run.decode_at >= 0)).sum()), True))  # fmt: skip
+    assert (requests.output_tokens[run.decode_at >= 0] > 1).all()
 
 
 @given(seeds)
@@ -314,10 +315,10 @@ def test_causes_come_before_effects_and_the_terms_add_up(seed):
     run = simulate(system, requests, ANY)
     chain = [requests.arrival_s, run.prefill_start_s, run.prefill_end_s]
     pulled = run.decode_at >= 0
-    for earlier, later in zip(chain, chain[1:], strict=False):
+    for earlier, later in pairwise(chain):
         assert (later >= earlier)[run.prefill_at >= 0].all()
     chain = [run.prefill_end_s, run.pull_start_s, run.pull_end_s, run.first_step_s, run.finish_s]
-    for earlier, later in zip(chain, chain[1:], strict=False):
+    for earlier, later in pairwise(chain):
         assert (later >= earlier)[pulled].all()
     sent = np.zeros(len(run.link_bytes))
     paths = {(path.source, path.target): path for path in system.paths or ()}
@@ -365,10 +366,11 @@ def test_stopping_early_changes_only_what_fails(seed, target):
 def test_work_is_conserved():
     """One decode instance that is never idle makes (output - 1) tokens per request, whatever the batches."""
     outputs = np.random.default_rng(1).integers(1, 80, 400)
+    outputs[0] = 1  # it has the first prefill batch to itself
     run = simulate(opt_13b(), load(np.zeros(400), 100, outputs), ANY)
     batch_step_s = 0.019934702624895457
     assert run.busy_s[1] >= batch_step_s * run.steps[1]
-    assert run.busy_s[1] == pytest.approx(run.finish_s.max() - run.first_step_s.min())
+    assert run.busy_s[1] == pytest.approx(run.finish_s.max() - run.first_step_s[outputs > 1].min())
     tokens = (outputs - 1).sum()
     contexts = sum(sum(range(101, 101 + n - 1)) for n in outputs.tolist())
     assert run.busy_s[1] == pytest.approx(
