@@ -324,11 +324,23 @@ def _rejected(plan: Plan) -> Iterator[RenderableType]:
         yield Text(f"  {names}: {reason}", style="dim")
 
 
+def _speed_up(plan: Plan) -> list[str]:
+    """Return a warning where the trace is played much faster than it was recorded."""
+    recorded = plan.problem.workload.steady_rate_rps
+    if plan.problem.workload.spec.process != "trace" or not recorded:
+        return []
+    factor = plan.chosen.report.rate_rps / recorded
+    text = (
+        f"the trace's {recorded:.3g} requests/s are played {factor:.1f}x faster at this rate, and its bursts with them"
+    )
+    return [text] if factor > 2 else []
+
+
 def _notes(plan: Plan) -> Iterator[RenderableType]:
     from rich.text import Text
 
     yield Text("")
-    for note in plan.problem.notes:
+    for note in (*_speed_up(plan), *plan.problem.notes):
         yield Text(f"Note: {note}", style="dim")
     runs = plan.trials.ranking.tally[0] + plan.trials.quoting.tally[0]
     requests = plan.trials.ranking.tally[1] + plan.trials.quoting.tally[1]

@@ -493,9 +493,10 @@ def random_system(r: Random) -> System:
     with_prefill, with_aggregated = r.choice([(True, False), (True, False), (False, True), (True, True)])
     phases: list[Phase] = []
     if with_prefill:
-        phases += ["prefill"] * r.randint(1, 3) + ["decode"] * r.randint(1, 3)
+        phases.extend(["prefill"] * r.randint(1, 3))
+        phases.extend(["decode"] * r.randint(1, 3))
     if with_aggregated:
-        phases += ["aggregated"] * r.randint(1, 3)
+        phases.extend(["aggregated"] * r.randint(1, 3))
     r.shuffle(phases)
     instances = [_random_instance(r, phase, block_tokens) for phase in phases]
     if r.random() < 0.4:

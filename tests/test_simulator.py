@@ -161,7 +161,7 @@ def opt_13b(**more: object) -> System:
 
 def test_one_request_alone_takes_the_sum_of_its_steps():
     """(512, 64): TTFT = a + b 512 + c 512^2 = 18.1025 + 52.1791 + 1.8671 = 72.1487 ms; then 63 steps at contexts
-    513 .. 575 (the first token came with the prefill), 19.9347 + 0.0385 + 0.000627 k each, k = 544 on average: 20.3143 ms.
+    513 .. 575 (the first token came with the prefill), 19.9347 + 0.0385 + 0.000627 k each, k = 544: 20.3143 ms.
     """
     run = simulate(opt_13b(), load([3.0], 512, 64), ANY)
     assert run.ttft_s[0] == pytest.approx(0.0721487, abs=1e-7)

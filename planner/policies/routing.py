@@ -1,7 +1,7 @@
 """Which instance a request goes to. Ties go round, so that nothing depends on an instance's number.
 
 Work left in seconds, not requests waiting: "fewest queued" ignores what is in service and sends every tie to
-instance 0, which halves the goodput of a large pool (docs/decisions/0003).
+instance 0 (docs/decisions/0008 has what that costs).
 """
 
 from __future__ import annotations

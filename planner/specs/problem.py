@@ -22,9 +22,9 @@ class Search(Spec):
     max_tp: Annotated[int, Field(strict=True, ge=1, le=1024)] = 8
     max_pp: Annotated[int, Field(strict=True, ge=1, le=64)] = 2
     """Pipeline stages of one instance at most; a model too large for that many is tried with more."""
-    requests: Annotated[int, Field(strict=True, ge=200, le=1_000_000)] = 4000
+    requests: Annotated[int, Field(strict=True, ge=200, le=1_000_000)] = 6000
     """Requests of a simulation that ranks candidates, at the rate that the cluster could serve at best."""
-    replay_requests: Annotated[int, Field(strict=True, ge=200, le=5_000_000)] = 20_000
+    replay_requests: Annotated[int, Field(strict=True, ge=200, le=5_000_000)] = 50_000
     """Requests of a simulation whose result is quoted."""
     seeds: Annotated[int, Field(strict=True, ge=3, le=100)] = 6
     """Replicates of every quoted number, each with its own luck."""
