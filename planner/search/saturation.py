@@ -16,6 +16,8 @@ from planner.specs.slo import Slo
 from planner.specs.workload import Workload
 
 _SAMPLE = 2000
+_SIZES = 200
+"""Batch sizes that are looked at, 3 % apart at most for 256 requests."""
 
 
 def saturation_rps(kind: Kind, workload: Workload, slos: Sequence[Slo]) -> float:
@@ -61,41 +63,27 @@ def _decode_rps(kind: Kind, workload: Workload, slos: Sequence[Slo]) -> float:
     most = min(kind.limits.max_batch, kind.limits.kv_blocks * kind.limits.block_tokens / held)
     loosest = max(slo.tpot_s for slo in slos)
     target = min(slo.attainment for slo in slos)
-    within = _largest_batch(kind, held, loosest, most)
-    return (
-        max(within / target, 0.0)
-        and min(_tokens_per_s(kind, most, held), _tokens_per_s(kind, within, held) / target) / steps
-    )
+    # all sizes, because a law in regimes can step more slowly just below its threshold than above it
+    sizes = np.geomspace(1.0, max(most, 1.0), _SIZES)
+    tokens_per_s = np.array([_tokens_per_s(kind, size, held) for size in sizes])
+    in_time = np.flatnonzero([_token_s(kind, size, held) <= loosest for size in sizes])
+    if not len(in_time):
+        return 0.0
+    within = tokens_per_s[: in_time[-1] + 2]  # and the next size: the bound lies between the two
+    return float(min(tokens_per_s.max(), within.max() / target)) / steps
 
 
 def _tokens_per_s(kind: Kind, batch: float, held: float) -> float:
     """Return tokens per second of a pipeline full of batches that together hold `batch` requests."""
-    if batch <= 0:
-        return 0.0
-    stages = len(kind.cost.stage_share)
-    shape = BatchShape(decodes=max(batch / stages, 1e-9), context=batch / stages * held)
-    return batch / stages / max(kind.cost.stages_s(shape))
+    lane = batch / len(kind.cost.stage_share)
+    return lane / max(kind.cost.stages_s(BatchShape(decodes=lane, context=lane * held)))
 
 
-def _largest_batch(kind: Kind, held: float, tpot_s: float, most: float) -> float:
-    """Return the batch, up to `most`, whose step through all stages takes `tpot_s`; 0 when even one takes longer."""
-    stages = len(kind.cost.stage_share)
-
-    def token_s(batch: float) -> float:
-        lane = max(batch / stages, 1.0)
-        busy = kind.cost.stages_s(BatchShape(decodes=lane, context=lane * held))
-        # with all lanes full a lane's turn comes once per `stages` slots of the slowest stage
-        return max(sum(busy), min(batch, stages) * max(busy))
-
-    if token_s(1.0) > tpot_s:
-        return 0.0
-    low, high = 1.0, max(most, 1.0)
-    if token_s(high) <= tpot_s:
-        return most
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if token_s(middle) <= tpot_s else (low, middle)
-    return high
+def _token_s(kind: Kind, batch: float, held: float) -> float:
+    """Return the time between two tokens of a request [s]: with all lanes full, one slot of the slowest stage each."""
+    lane = max(batch / len(kind.cost.stage_share), 1.0)
+    busy = kind.cost.stages_s(BatchShape(decodes=lane, context=lane * held))
+    return max(sum(busy), min(batch, len(busy)) * max(busy))
 
 
 def _aggregated_rps(kind: Kind, workload: Workload, slos: Sequence[Slo]) -> float:
