@@ -170,6 +170,21 @@ def test_one_request_alone_takes_the_sum_of_its_steps():
     assert run.steps.tolist() == [1, 63]
 
 
+def test_ttft_is_what_distserves_own_simulator_says():
+    """Ten requests on prefill TP2 and decode TP1, and what simdistserve answers. It adds 3 ms and 0.1 us per token to
+    each batch, so the law here is the published fit plus that. Its batches hold 4096 tokens.
+    """
+    p = law((0.014742973695171262 + 0.003, 6.857720739764e-05 + 1e-7, 2.4495727400243585e-09))
+    arrivals_s = [0, 0.010, 0.020, 0.050, 0.120, 0.121, 0.300, 0.301, 0.302, 0.900]
+    prompts = [512, 128, 1024, 256, 2000, 64, 768, 768, 16, 1500]
+    system = System(
+        (instance("prefill", p, max_tokens=4096), instance("decode", OPT_13B)), 819_200.0, first_token_at="prefill"
+    )
+    run = simulate(system, load(arrivals_s, prompts, [4, 8, 3, 16, 2, 32, 5, 5, 1, 12]), ANY)
+    told_ms = [53.548, 160.758, 150.758, 120.758, 220.059, 219.059, 167.279, 166.279, 165.278, 126.270]
+    assert (run.ttft_s * 1e3).tolist() == pytest.approx(told_ms, abs=1e-3)
+
+
 def test_one_request_alone_over_a_link_waits_for_its_kv():
     """512 x 819,200 B at half of them over a 2 GB/s link: 419.4 MB / 4 GB/s = 104.8576 ms, after 5 ms to set up."""
     paths = (KvPath(0, 1, 0.005, ((0, 0.5),)),)
