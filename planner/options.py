@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from planner.errors import InputError
 from planner.placement.assign import place
 from planner.placement.base import Candidate, Placement, Program, Unplaceable
 from planner.placement.solve import capacity_bound
-from planner.replay import Placed, Report, claim, place_on, report, system_settings
+from planner.replay import Placed, Report, attains_at, claim, place_on, report, system_settings
 from planner.search.goodput import Rate, Trial, goodput_rps, pool
 from planner.search.joint import (
     SLACK,
@@ -34,6 +35,10 @@ Progress = Callable[[str], None]
 
 _CLEARLY = 1.03
 _PILOT_REQUESTS = 1000
+_SCREEN = 0.95
+"""Share of the load asked for at which a short run decides whether a longer look is worth it."""
+_MOST_TIMES = 10
+"""A run is cut short where the rate tried is so many times the one that its length was made for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,10 +88,12 @@ def trials_for(problem: Problem, kinds: Kinds) -> Trials:
     """
     output = problem.workload.percentiles["output_tokens"]["p90"]
     floor_s = 2.0 * output * max(slo.tpot_s for slo in problem.slos)
-    rate_rps = problem.rate_rps or _rough_goodput_rps(problem, kinds, floor_s)
+    rate_rps = problem.demand_rps or _rough_goodput_rps(problem, kinds, floor_s)
 
     def trial(requests: int) -> Trial:
-        return Trial(problem.workload, problem.slos, max(requests / rate_rps, floor_s), problem.seed)
+        duration_s = max(requests / rate_rps, floor_s)
+        most = int(_MOST_TIMES * duration_s * rate_rps)  # an idle load's long hours at full speed prove no more
+        return Trial(problem.workload, problem.slos, duration_s, problem.seed, most)
 
     return Trials(trial(problem.search.requests), trial(problem.search.replay_requests))
 
@@ -116,12 +123,11 @@ def best_disaggregated(problem: Problem, kinds: Kinds, trials: Trials, progress:
     space = space_of(problem)
     combos = disaggregated(kinds.prefill, kinds.decode, kinds.saturation, space)
     progress(f"ranking {len(combos)} disaggregated combinations")
-    ranked = _rank(problem, trials, combos)
-    best, replayed = _replay_finalists(problem, kinds, trials, ranked, progress)
+    best, ranked, replayed = _search(problem, trials, combos, progress)
     if best is None:
         return None
     progress("solving the placement program")
-    best, program = _improve_by_program(problem, kinds, trials, best, replayed)
+    best, program = _improve_by_program(problem, kinds, trials, best)
     return _quoted(problem, trials, best, program, ranked, replayed, progress)
 
 
@@ -129,8 +135,7 @@ def best_aggregated(problem: Problem, kinds: Kinds, trials: Trials, progress: Pr
     """Return the best aggregated plan, or None when none meets the SLO at any rate."""
     combos = aggregated(kinds.aggregated, kinds.saturation, space_of(problem))
     progress(f"ranking {len(combos)} aggregated combinations")
-    ranked = _rank(problem, trials, combos)
-    best, replayed = _replay_finalists(problem, kinds, trials, ranked, progress)
+    best, ranked, replayed = _search(problem, trials, combos, progress)
     return None if best is None else _quoted(problem, trials, best, None, ranked, replayed, progress)
 
 
@@ -145,7 +150,7 @@ def compared(problem: Problem, kinds: Kinds, trials: Trials, wanted: Compared, p
     ]
     bound = min(kinds.saturation[kind] * count for kind, count in chosen)
     one = Scored(Combination(tuple(chosen), bound), 0.7 * bound)
-    finalist = _replayed(problem, kinds, trials, one)
+    finalist = _replayed(problem, trials, one)
     if finalist is None:
         raise InputError(f"compare {wanted.name!r}: {one.combination} does not fit on {problem.topology.name}")
     return _quoted(problem, trials, finalist, None, (), (), progress)
@@ -166,17 +171,6 @@ def _kind_of(kinds: Kinds, phase: str, side: Side, name: str) -> Kind:
     return resized
 
 
-def _rank(problem: Problem, trials: Trials, combos: list[Combination]) -> list[Scored]:
-    """Return the promising combinations for the objective, best first, with the network still free."""
-    settings = system_settings(problem)
-    kv_bytes = settings.pop("kv_bytes_per_token")
-    if problem.objective == "min_gpus" and problem.rate_rps is not None:
-        ranked = fewest_gpus(trials.ranking, combos, problem.rate_rps, kv_bytes, settings)
-        if ranked:
-            return ranked
-    return most_goodput(trials.ranking, largest(combos), kv_bytes, settings, keep=problem.search.finalists)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Finalist:
     scored: Scored
@@ -184,9 +178,53 @@ class _Finalist:
     goodput_rps: float
 
 
-def _replay_finalists(
-    problem: Problem, kinds: Kinds, trials: Trials, ranked: Sequence[Scored], progress: Progress
-) -> tuple[_Finalist | None, tuple[tuple[Scored, float], ...]]:
+_Found = tuple["_Finalist | None", list[Scored], list[tuple[Scored, float]]]
+"""The best one, placed; promising ones, best first, on a free network; those that were placed, with their goodput."""
+
+
+def _search(problem: Problem, trials: Trials, combos: list[Combination], progress: Progress) -> _Found:
+    """Return the best combination for the objective, placed and measured on the real links.
+
+    Where none serves the load asked for, it is the one that gets closest.
+    """
+    if problem.demand_rps is not None:
+        found = _least(problem, trials, combos, progress)
+        if found[0] is not None:
+            return found
+    settings = system_settings(problem)
+    kv_bytes = settings.pop("kv_bytes_per_token")
+    keep = problem.search.finalists
+    ranked = most_goodput(trials.ranking, largest(combos), kv_bytes, settings, keep=keep)
+    return _replay_finalists(problem, trials, ranked, progress)
+
+
+def _least(problem: Problem, trials: Trials, combos: list[Combination], progress: Progress) -> _Found:
+    """Return the combination with the fewest GPUs that serves the load on the real links, over all seeds."""
+    rate_rps = problem.demand_rps or 0.0
+    settings = system_settings(problem)
+    kv_bytes = settings.pop("kv_bytes_per_token")
+    screened = fewest_gpus(trials.ranking, combos, rate_rps, _SCREEN * rate_rps, kv_bytes, settings)
+    ranked: list[Scored] = []
+    replayed: list[tuple[Scored, float]] = []
+    tried: dict[int, int] = {}
+    for one in screened:
+        ranked.append(one)
+        gpus = one.combination.gpus
+        tried[gpus] = tried.get(gpus, 0) + 1
+        if tried[gpus] > problem.search.finalists:
+            continue
+        progress(f"placing {one.combination}")
+        finalist = _replayed(problem, trials, one)
+        if finalist is None:
+            continue
+        replayed.append((one, finalist.goodput_rps))
+        if attains_at(problem, trials.quoting, finalist.placed, rate_rps):
+            ranked += islice(screened, problem.search.finalists)
+            return finalist, ranked, replayed
+    return None, ranked, replayed
+
+
+def _replay_finalists(problem: Problem, trials: Trials, ranked: list[Scored], progress: Progress) -> _Found:
     """Place the best candidates and measure them on the real links, until the rest cannot win.
 
     What the free network gave is an upper limit, so a candidate below the best replay so far is out.
@@ -198,31 +236,16 @@ def _replay_finalists(
         if best is not None and (enough or one.goodput_rps <= best.goodput_rps * SLACK):
             break
         progress(f"placing {one.combination}")
-        finalist = _replayed(problem, kinds, trials, one)
+        finalist = _replayed(problem, trials, one)
         if finalist is None:
             continue
         replayed.append((one, finalist.goodput_rps))
-        if _better(problem, finalist, best):
+        if finalist.goodput_rps > (0.0 if best is None else best.goodput_rps * SLACK):
             best = finalist
-    return best, tuple(replayed)
+    return best, ranked, replayed
 
 
-def _better(problem: Problem, new: _Finalist, old: _Finalist | None) -> bool:
-    """Return True when `new` serves the objective better."""
-    if new.goodput_rps <= 0:
-        return False
-    if old is None:
-        return True
-    if problem.objective == "min_gpus" and problem.rate_rps is not None:
-        serves = [f.goodput_rps >= problem.rate_rps for f in (new, old)]
-        if serves[0] != serves[1]:
-            return serves[0]
-        if serves[0] and new.placed.gpus != old.placed.gpus:
-            return new.placed.gpus < old.placed.gpus
-    return new.goodput_rps > old.goodput_rps * SLACK
-
-
-def _replayed(problem: Problem, kinds: Kinds, trials: Trials, one: Scored) -> _Finalist | None:
+def _replayed(problem: Problem, trials: Trials, one: Scored) -> _Finalist | None:
     """Return the candidate on named GPUs, measured; None when it cannot be placed."""
     counts = {kind.key: count for kind, count in one.combination.kinds}
     candidates = tuple(
@@ -259,7 +282,7 @@ def _program(problem: Problem, candidates: Iterable[Candidate], **more: object) 
 
 
 def _improve_by_program(
-    problem: Problem, kinds: Kinds, trials: Trials, best: _Finalist, replayed: tuple
+    problem: Problem, kinds: Kinds, trials: Trials, best: _Finalist
 ) -> tuple[_Finalist, Placement | None]:
     """Solve the program over all kinds with pool rates, and take its answer where the replay says it is better.
 
@@ -271,7 +294,7 @@ def _improve_by_program(
     for _ in range(3):
         candidates = _rated(problem, kinds, trials, sizes, rates)
         try:
-            program = place(_program(problem, candidates, objective=problem.objective, rate_rps=_cap(problem)))
+            program = place(_program(problem, candidates, objective=problem.objective, rate_rps=problem.demand_rps))
         except Unplaceable:
             return best, program
         used = _sizes_used(kinds, program)
@@ -284,21 +307,21 @@ def _improve_by_program(
     if _counts(combination) == _counts(best.scored.combination) or len(used) < 2:
         return best, program
     challenger = _measured(problem, trials, Scored(combination, program.value_rps), program, by_key)
-    if _better(problem, challenger, best) and _clearly(trials, challenger, best):
+    if _clearly_better(problem, trials, challenger, best):
         best = challenger
     return best, program
 
 
-def _clearly(trials: Trials, challenger: _Finalist, best: _Finalist) -> bool:
-    """Return True when a mix of layouts is worth its trouble: better by more than the noise of a long run."""
-    if challenger.placed.gpus < best.placed.gpus:
-        return True
+def _clearly_better(problem: Problem, trials: Trials, challenger: _Finalist, best: _Finalist) -> bool:
+    """Return True when a mix of layouts is worth its trouble: fewer GPUs, or more than the noise of a long run."""
+    demand = problem.demand_rps
+    if demand is not None and best.goodput_rps >= _SCREEN * demand:
+        fewer = challenger.placed.gpus < best.placed.gpus
+        return fewer and attains_at(problem, trials.quoting, challenger.placed, demand)
+    if challenger.goodput_rps <= best.goodput_rps * SLACK:
+        return False
     rates = [goodput_rps(trials.quoting, one.placed.system, one.goodput_rps, 0.01) for one in (challenger, best)]
     return rates[0] > _CLEARLY * rates[1]
-
-
-def _cap(problem: Problem) -> float | None:
-    return problem.rate_rps if problem.objective == "min_gpus" else None
 
 
 def _counts(combination: Combination) -> dict:
@@ -338,7 +361,7 @@ def _quoted(
     best: _Finalist,
     program: Placement | None,
     ranked: Sequence[Scored],
-    replayed: tuple,
+    replayed: Sequence[tuple[Scored, float]],
     progress: Progress,
 ) -> Option:
     """Return the finalist with its claim over several seeds."""
@@ -346,7 +369,7 @@ def _quoted(
     rate = claim(problem, trials.quoting, best.placed, best.goodput_rps)
     at_rps = min(rate.goodput_rps, problem.rate_rps or rate.goodput_rps) or 1e-3
     figures = report(problem, trials.quoting, best.placed, at_rps)
-    return Option(best.placed, rate, figures, program, tuple(ranked), replayed)
+    return Option(best.placed, rate, figures, program, tuple(ranked), tuple(replayed))
 
 
 def capacity_bound_rps(problem: Problem, kinds: Kinds, mode: str) -> float:
@@ -364,7 +387,9 @@ def capacity_bound_rps(problem: Problem, kinds: Kinds, mode: str) -> float:
     return capacity_bound(problem.topology, candidates, kv_bytes)
 
 
-def free_network_rps(problem: Problem, trials: Trials, option: Option) -> float:
-    """Return the option's goodput if moving KV cost nothing, to tell what the network costs it."""
+def free_network_gain(trials: Trials, option: Option) -> float:
+    """Return by how much the option's goodput would rise if moving KV cost nothing (0.1 is 10 %), under equal luck."""
     free = replace(option.placed.system, paths=None, link_bytes_per_s=())
-    return goodput_rps(trials.ranking, free, option.rate.goodput_rps or 1.0, 0.02)
+    guess_rps = option.rate.goodput_rps or 1.0
+    with_links = goodput_rps(trials.quoting, option.placed.system, guess_rps, 0.01)
+    return goodput_rps(trials.quoting, free, max(with_links, guess_rps), 0.01) / max(with_links, 1e-9) - 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from planner.errors import InputError
+from planner.infeasible import infeasible, overloaded
 from planner.options import (
     Option,
     Trials,
@@ -18,7 +19,7 @@ from planner.options import (
 )
 from planner.search.kinds import Kinds, find_kinds
 from planner.sources.problem import Problem
-from planner.verdict import MODES, Mode, Verdict, infeasible, judge
+from planner.verdict import MODES, Mode, Verdict, judge
 
 Progress = Callable[[str], None]
 
@@ -59,7 +60,8 @@ class Plan:
 def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     """Return the plan that serves the problem's workload best, proven in simulation.
 
-    Raises InputError when the model fits nowhere, InfeasibleError when no plan meets the SLO.
+    Raises InputError when the model fits nowhere, InfeasibleError when no plan meets the SLO
+    (or not at the load asked for).
     """
     started_s = time.process_time()
 
@@ -79,6 +81,8 @@ def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     able = [option for option in (disaggregated, aggregated) if option is not None and option.rate.goodput_rps > 0]
     if not able:
         raise infeasible(problem, kinds)
+    if problem.demand_rps is not None and all(option.rate.goodput_rps < problem.demand_rps for option in able):
+        raise overloaded(problem, trials, able, problem.demand_rps)
     progress("comparing")
     verdict = judge(problem, trials, disaggregated, aggregated)
     chosen = disaggregated if verdict.mode == "disaggregated" else aggregated

@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.cost.transfer import Route, route
 from planner.placement.base import PlacedInstance, Placement
-from planner.search.goodput import Rate, Trial, replicated
+from planner.search.goodput import Rate, Trial, margins, replicated
 from planner.search.layouts import Kind
 from planner.simulator.cluster import KvPath, Run, System
 from planner.simulator.metrics import Latencies, Load, attainment, binding_term, latencies, load_of
@@ -107,11 +107,17 @@ def _path(problem: Problem, pair: tuple[int, int], way: Route, links: tuple[int,
 
 def claim(problem: Problem, trial: Trial, placed: Placed, guess_rps: float) -> Rate:
     """Return the replayed goodput with its interval over the problem's seeds, and what is missed first beyond it."""
-    rate = replicated(trial, placed.system, guess_rps, seeds_of(problem))
+    wanted_rps = problem.demand_rps or 0.0
+    rate = replicated(trial, placed.system, guess_rps, seeds_of(problem), wanted_rps=wanted_rps)
     if rate.goodput_rps <= 0:
         return rate
     beyond = trial.with_seed(problem.seed).run(placed.system, rate.goodput_rps * 1.05)
     return replace(rate, binding=binding_term([beyond], trial.slos, trial.warmup_s)[0])
+
+
+def attains_at(problem: Problem, trial: Trial, placed: Placed, rate_rps: float) -> bool:
+    """Return True when the problem's seeds together attain the target at this rate."""
+    return float(margins(trial, placed.system, rate_rps, seeds_of(problem)).mean()) >= 0.0
 
 
 def seeds_of(problem: Problem) -> list[int]:

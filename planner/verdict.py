@@ -6,20 +6,18 @@ from dataclasses import dataclass
 from math import hypot
 from typing import Literal
 
-import numpy as np
-
-from planner.cost.base import BatchShape
-from planner.errors import InfeasibleError
-from planner.options import Option, Trials, free_network_rps
-from planner.search.kinds import Kinds
-from planner.search.layouts import Kind
+from planner.options import Option, Trials, free_network_gain
+from planner.replay import Report, report
 from planner.simulator.metrics import binding_term
 from planner.sources.problem import Problem
-from planner.specs.slo import Slo
 from planner.specs.units import show_seconds
 
 Mode = Literal["disaggregated", "aggregated"]
 MODES: tuple[Mode, ...] = ("disaggregated", "aggregated")
+_NOTABLE = 0.05
+"""Less than that a free network would give is not worth a word."""
+_BUSY = 0.8
+"""From that share on a side has nothing to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +54,8 @@ def judge(problem: Problem, trials: Trials, disaggregated: Option | None, aggreg
     if (verdict := _by_demand(problem, disaggregated, aggregated, (gain, low, high))) is not None:
         return verdict
     if low > 0:
-        return Verdict(
-            "disaggregated", False, gain, low, high, _interference(problem, trials, disaggregated, aggregated)
-        )
-    reason = _cost_of_splitting(problem, trials, disaggregated, aggregated)
+        return Verdict("disaggregated", False, gain, low, high, _interference(problem, trials, gain, aggregated))
+    reason = _cost_of_splitting(problem, trials, gain, disaggregated, aggregated)
     return Verdict("aggregated", high >= 0, gain, low, high, reason)
 
 
@@ -79,34 +75,28 @@ def _gain(problem: Problem, one: Option, other: Option) -> tuple[float, float, f
 
 def _by_demand(problem: Problem, d: Option, a: Option, gain: tuple[float, float, float]) -> Verdict | None:
     """Return the verdict where the load asked for decides: who needs fewer GPUs for it."""
-    rate_rps = problem.rate_rps
-    if problem.objective != "min_gpus" or rate_rps is None:
+    rate_rps = problem.demand_rps
+    if rate_rps is None:
         return None
-    serves = {"disaggregated": d.rate.low_rps >= rate_rps, "aggregated": a.rate.low_rps >= rate_rps}
-    if serves["aggregated"] and (not serves["disaggregated"] or a.gpus < d.gpus):
-        needs = (
-            f"needs {d.gpus}" if serves["disaggregated"] else f"reaches {d.rate.goodput_rps:.3g} requests/s on {d.gpus}"
-        )
-        reason = (
-            f"the load decides: aggregated serves {rate_rps:.3g} requests/s on {a.gpus} GPU{'s' * (a.gpus > 1)} "
-            f"(up to {a.rate.goodput_rps:.3g}), disaggregated {needs} (a prefill and a decode side at least)"
-        )
-        return Verdict("aggregated", False, *gain, reason)
-    if serves["disaggregated"] and (not serves["aggregated"] or d.gpus < a.gpus):
-        needs = (
-            f"needs {a.gpus}" if serves["aggregated"] else f"reaches {a.rate.goodput_rps:.3g} requests/s on {a.gpus}"
-        )
-        reason = (
-            f"the load decides: disaggregated serves {rate_rps:.3g} requests/s on {d.gpus} GPUs, aggregated {needs}"
-        )
-        return Verdict("disaggregated", False, *gain, reason)
-    return None
+    d_serves, a_serves = d.rate.goodput_rps >= rate_rps, a.rate.goodput_rps >= rate_rps
+    if d_serves == a_serves and d.gpus == a.gpus:
+        return None
+    aggregated_wins = a_serves and (not d_serves or a.gpus < d.gpus)
+    mode: Mode = "aggregated" if aggregated_wins else "disaggregated"
+    winner, loser, loser_serves = (a, d, d_serves) if aggregated_wins else (d, a, a_serves)
+    other = "disaggregated" if aggregated_wins else "aggregated"
+    outcome = f"needs {loser.gpus}" if loser_serves else f"reaches {loser.rate.goodput_rps:.3g} on {loser.gpus}"
+    both = ", since it takes an instance of each phase" if aggregated_wins and loser_serves and d.gpus <= 2 else ""
+    reason = (
+        f"the load decides: {mode} serves {rate_rps:.3g} requests/s on {winner.gpus} GPU{'s' * (winner.gpus > 1)} "
+        f"(up to {winner.rate.goodput_rps:.3g}), {other} {outcome}{both}"
+    )
+    return Verdict(mode, False, *gain, reason)
 
 
-def _interference(problem: Problem, trials: Trials, d: Option, a: Option) -> str:
+def _interference(problem: Problem, trials: Trials, gain: float, a: Option) -> str:
     """Return what keeps the aggregated way from the disaggregated way's rate."""
-    rate_rps = d.per_gpu_rps * a.gpus
-    run = trials.quoting.run(a.placed.system, rate_rps)
+    run = trials.quoting.run(a.placed.system, a.rate.goodput_rps * (1 + gain))
     bound, late, slow = binding_term([run], problem.slos, trials.quoting.warmup_s)
     return (
         f"interference decides: at this rate per GPU the aggregated way misses {bound} for {max(late, slow):.0%} of "
@@ -114,67 +104,45 @@ def _interference(problem: Problem, trials: Trials, d: Option, a: Option) -> str
     )
 
 
-def _cost_of_splitting(problem: Problem, trials: Trials, d: Option, a: Option) -> str:
-    """Return the term that costs the disaggregated way most: KV transfer, lost pooling, or nothing gained."""
-    free = free_network_rps(problem, trials, d) / d.gpus
-    terms = d.report.latencies
-    if free > a.per_gpu_rps and free > 1.05 * d.per_gpu_rps:
+def _cost_of_splitting(problem: Problem, trials: Trials, gain: float, d: Option, a: Option) -> str:
+    """Return the term that costs the disaggregated way most: KV transfer, lost pooling, or nothing gained.
+
+    KV transfer is judged by what a free network would give, under the same luck; it decides when that closes half of
+    the gap, or turns a tie.
+    """
+    at_claim = report(problem, trials.quoting, d.placed, d.rate.goodput_rps)
+    freed = free_network_gain(trials, d)
+    if freed > max(0.5 * -gain / (1 + gain), _NOTABLE):
         return (
-            f"KV transfer decides: with a free network it would reach {free:.3g} requests/s per GPU instead of "
-            f"{d.per_gpu_rps:.3g}; the hand-off takes {show_seconds(terms.handoff.p90_s)} (p90)"
+            f"KV transfer decides: with a free network the disaggregated way would reach {freed:+.0%}; its "
+            f"hand-off takes {show_seconds(at_claim.latencies.handoff.p90_s)} (p90), where the TTFT bound is "
+            f"{_bounds(problem, 'ttft_s')}"
         )
-    busy = {phase: load.busy for phase, load in d.report.load.items()}
-    idle = min(busy, key=lambda phase: busy[phase])
-    if busy[idle] < 0.6:
-        return (
-            f"lost pooling decides: GPUs come in whole instances, and the {idle} side is busy {busy[idle]:.0%} of the "
-            f"time at the claim while the other side binds ({d.rate.binding})"
-        )
-    tpot = a.report.latencies.tpot.p90_s
+    gpus = {phase: sum(k.gpus for k in d.placed.kinds if k.phase == phase) for phase in ("prefill", "decode")}
+    busy = {phase: load.busy for phase, load in at_claim.load.items()}
+    side = _binding_side(d, at_claim)
+    idler = "decode" if side == "prefill" else "prefill"
+    saved = (
+        f"there is little interference to save: at {a.report.rate_rps:.3g} requests/s aggregated has a TPOT of "
+        f"{show_seconds(a.report.latencies.tpot.p90_s)} (p90) against a bound of {_bounds(problem, 'tpot_s')}"
+    )
+    if busy[idler] > _BUSY:
+        return saved
     return (
-        f"there is little interference to save: aggregated serves its claim with a TPOT of {show_seconds(tpot)} (p90) "
-        f"against a bound of {show_seconds(max(slo.tpot_s for slo in problem.slos))}"
+        f"lost pooling decides: {gpus['prefill']} of {d.gpus} GPUs take prompts (busy {busy['prefill']:.0%}) and "
+        f"{gpus['decode']} decode ({busy['decode']:.0%}); the {side} side binds ({d.rate.binding}) and cannot use what "
+        f"the {idler} side has to spare"
     )
 
 
-def infeasible(problem: Problem, kinds: Kinds) -> InfeasibleError:
-    """Return the error that says which bound no layout can meet, the best achievable value, and what would help."""
-    ttft = [_best_ttft(problem, kinds, slo) for slo in problem.slos]
-    tpot = [_best_tpot(kinds)] * len(problem.slos)
-    late = [(best[0] / slo.ttft_s, "TTFT", best, slo.ttft_s, slo) for best, slo in zip(ttft, problem.slos, strict=True)]
-    slow = [(best[0] / slo.tpot_s, "TPOT", best, slo.tpot_s, slo) for best, slo in zip(tpot, problem.slos, strict=True)]
-    factor, binding, (best_s, kind), bound_s, slo = max([*late, *slow], key=lambda item: item[0])
-    where = f"{kind.layout} on {kind.gpu}"
-    of_class = f" of class {slo.name}" if slo.name else ""
-    if factor <= 1.0:
-        message = (
-            f"infeasible: each bound{of_class} can be met alone, but not both by {slo.attainment:.0%} of requests "
-            f"together; closest is {binding} at {show_seconds(best_s)} ({where}, one request at a time) for a bound of "
-            f"{show_seconds(bound_s)}"
-        )
-    else:
-        message = (
-            f"infeasible: no layout meets {binding} <= {show_seconds(bound_s)}{of_class}; the best achievable for "
-            f"{slo.attainment:.0%} of requests is {show_seconds(best_s)} ({where}, one request at a time), "
-            f"{factor:.1f}x the bound"
-        )
-    field = "ttft_s" if binding == "TTFT" else "tpot_s"
-    way_out = (
-        f"more replicas do not help, since they do not speed up a single request; set {field} to at least "
-        f"{show_seconds(best_s * 1.1)}, or use a faster GPU or a wider layout"
-    )
-    return InfeasibleError(message, binding=binding, best_s=best_s, bound_s=bound_s, way_out=way_out)
+def _binding_side(d: Option, at_claim: Report) -> str:
+    """Return which side keeps the rate from rising: who makes requests slow, or wait for their first token."""
+    terms = at_claim.latencies
+    waits_for_decode_s = terms.handoff.p90_s + terms.first_decode_wait.p90_s
+    late_by_prefill = d.rate.binding == "TTFT" and terms.queue.p90_s + terms.prefill.p90_s >= waits_for_decode_s
+    return "prefill" if late_by_prefill else "decode"
 
 
-def _best_ttft(problem: Problem, kinds: Kinds, slo: Slo) -> tuple[float, Kind]:
-    """Return the least TTFT [s] that `slo.attainment` of the prompts could get, each alone on its best layout."""
-    share = slo.attainment * 100
-    prompt = int(np.percentile(problem.workload.table.prompt_tokens, share, method="inverted_cdf"))
-    sides = [kind for kind in kinds.all_legal if kind.phase == "prefill"]
-    return min(((k.cost.iteration_s(BatchShape.prefill(prompt)), k) for k in sides), key=lambda item: item[0])
-
-
-def _best_tpot(kinds: Kinds) -> tuple[float, Kind]:
-    """Return the least time [s] of a decode step of one short request."""
-    sides = [kind for kind in kinds.all_legal if kind.phase == "decode"]
-    return min(((k.cost.iteration_s(BatchShape.decode(1, 1)), k) for k in sides), key=lambda item: item[0])
+def _bounds(problem: Problem, name: str) -> str:
+    """Return the classes' bounds on one time, such as `200 ms` or `1 s/5 s`."""
+    return "/".join(show_seconds(getattr(slo, name)) for slo in problem.slos)

@@ -123,8 +123,17 @@ class Rate:
         return (self.high_rps - self.low_rps) / self.goodput_rps if self.goodput_rps > 0 else 0.0
 
 
-def replicated(trial: Trial, system: System, guess_rps: float, seeds: Sequence[int], precision: float = 0.005) -> Rate:
+def replicated(
+    trial: Trial,
+    system: System,
+    guess_rps: float,
+    seeds: Sequence[int],
+    precision: float = 0.005,
+    wanted_rps: float = 0.0,
+) -> Rate:
     """Return the highest rate at which the seeds together attain the target, with its 95 % confidence interval.
+
+    Attainment need not fall evenly with the rate, so a bisection may stop short; `wanted_rps` is tried in any case.
 
     The seeds are pooled, so at the rate that is returned the target is met on average over them (a mean of each
     seed's own goodput would lie beyond the cliff of some). The interval is a jackknife over the seeds.
@@ -132,16 +141,23 @@ def replicated(trial: Trial, system: System, guess_rps: float, seeds: Sequence[i
     curve: dict[float, np.ndarray] = {}
 
     def passes(rate_rps: float) -> bool:
-        curve[rate_rps] = np.array([_full_margin(trial.with_seed(seed), system, rate_rps) for seed in seeds])
+        curve[rate_rps] = margins(trial, system, rate_rps, seeds)
         return bool(curve[rate_rps].mean() >= 0.0)
 
     if not isfinite(guess_rps) or guess_rps <= 0:
         guess_rps = 1.0
     best = bisect(passes, guess_rps * 0.95, guess_rps * 1.05, precision)
+    if best < wanted_rps and passes(wanted_rps):
+        best = bisect(passes, wanted_rps, wanted_rps * 1.05, precision)
     if best <= 0:
         return Rate(0.0, 0.0, 0.0)
     half = max(_jackknife(curve), precision)  # the bisection stops that far apart
     return Rate(best, best * exp(-half), best * exp(half), float(curve[best].mean()))
+
+
+def margins(trial: Trial, system: System, rate_rps: float, seeds: Sequence[int]) -> np.ndarray:
+    """Return by how much attainment exceeds the target at this rate, for each seed."""
+    return np.array([_full_margin(trial.with_seed(seed), system, rate_rps) for seed in seeds])
 
 
 def _full_margin(trial: Trial, system: System, rate_rps: float) -> float:

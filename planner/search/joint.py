@@ -13,7 +13,7 @@ the best candidates and lets the replay on the real links judge.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.search.goodput import Trial, bisect, pool
@@ -174,20 +174,19 @@ def fewest_gpus(
     trial: Trial,
     combinations: Sequence[Combination],
     rate_rps: float,
+    screen_rps: float,
     kv_bytes_per_token: float,
     common: Mapping[str, object],
-    keep: int = 4,
-) -> list[Scored]:
-    """Return combinations that serve `rate_rps` within the SLO, fewest GPUs first; that rate is their goodput here."""
-    passing: list[Scored] = []
+) -> Iterator[Scored]:
+    """Yield combinations that may serve `rate_rps`, fewest GPUs first; that rate is their goodput here.
+
+    They saturate beyond it and meet the SLO at `screen_rps` in one short run: a bit less, as its luck may be bad.
+    """
     for one in sorted(combinations, key=lambda c: (c.gpus, -_estimate(c), str(c))):
-        if passing and one.gpus > passing[0].combination.gpus and len(passing) >= keep:
-            break
         if one.bound_rps <= rate_rps:
             continue
-        if trial.margin(pool(one.kinds, kv_bytes_per_token, **common), rate_rps) >= 0:
-            passing.append(Scored(one, rate_rps))
-    return passing
+        if trial.margin(pool(one.kinds, kv_bytes_per_token, **common), screen_rps) >= 0:
+            yield Scored(one, rate_rps)
 
 
 def _bar(ranked: Sequence[Scored], keep: int) -> float:

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from planner.cost.base import CostModel
+import numpy as np
+
+from planner.cost.base import BatchShape, CostModel
 from planner.cost.fit import fit, unprofiled, with_stages
 from planner.errors import InputError
 from planner.search.layouts import Kind, Rejected, efficient_budget, pipelines, rejected_or_blocks
@@ -17,6 +19,7 @@ from planner.specs.cluster import EFFICIENCY
 from planner.specs.gpu import Gpu
 from planner.specs.layout import Layout
 from planner.specs.topology import GpuId, Unit
+from planner.specs.units import show_seconds
 
 _DOMINATED = 0.4
 """A layout that saturates below this share of the best one's rate per GPU is not worth a simulation."""
@@ -46,19 +49,24 @@ def find_kinds(problem: Problem) -> Kinds:
         degrees = dict(_degrees(problem, gpu, rejected))
         costs += degrees.values()
         found = list(_kinds(problem, gpu, degrees, problem.search.max_pp, rejected))
-        if not found:  # too large for that few stages: try more before giving up
-            found = list(_kinds(problem, gpu, degrees, 16, rejected, above=problem.search.max_pp))
+        if not _complete(found):  # too large for that few stages: try more before giving up
+            found += list(_kinds(problem, gpu, degrees, 16, rejected, above=problem.search.max_pp))
         kinds += found
-    if not kinds:
+    if not _complete(kinds):
         raise InputError(_fits_nowhere(problem, rejected))
     saturation = {kind: saturation_rps(kind, problem.workload, problem.slos) for kind in kinds}
-    kept = _worthwhile(kinds, saturation, rejected)
+    kept = _worthwhile(problem, kinds, saturation, rejected)
     by_phase = {
         phase: tuple(kind for kind in kept if kind.phase == phase) for phase in ("prefill", "decode", "aggregated")
     }
     return Kinds(
         **by_phase, saturation=saturation, rejected=tuple(rejected), costs=tuple(costs), all_legal=tuple(kinds)
     )
+
+
+def _complete(kinds: list[Kind]) -> bool:
+    """Return True when requests can be served from end to end, in one way or the other."""
+    return {"prefill", "decode"} <= (phases := {kind.phase for kind in kinds}) or "aggregated" in phases
 
 
 def _degrees(problem: Problem, gpu: Gpu, rejected: list[Rejected]) -> Iterator[tuple[int, CostModel]]:
@@ -160,22 +168,47 @@ def _if_legal(
     yield Kind(phase, layout, gpu.name, cost, Limits(batch, max_tokens, verdict, engine.block_tokens, swap))  # type: ignore[arg-type]
 
 
-def _worthwhile(kinds: list[Kind], saturation: dict[Kind, float], rejected: list[Rejected]) -> list[Kind]:
-    """Return the kinds without those whose saturation per GPU is far below the best of their phase and GPU type."""
-    kept = []
-    for kind in kinds:
-        best = max(saturation[k] / k.gpus for k in kinds if (k.phase, k.gpu) == (kind.phase, kind.gpu))
-        mine = saturation[kind] / kind.gpus
-        if mine <= 0:
-            rejected.append(
-                Rejected(kind.phase, kind.layout, kind.gpu, "not even one request alone meets the TPOT bound")
-            )
-        elif mine < _DOMINATED * best:
-            reason = f"saturates at {mine:.3g} requests/s per GPU, where another layout reaches {best:.3g}"
-            rejected.append(Rejected(kind.phase, kind.layout, kind.gpu, reason))
-        else:
-            kept.append(kind)
-    return kept
+def _worthwhile(
+    problem: Problem, kinds: list[Kind], saturation: dict[Kind, float], rejected: list[Rejected]
+) -> list[Kind]:
+    """Return the kinds without those that cannot meet the SLO, or saturate far below another of their phase and type.
+
+    That is per GPU, and by one that is no larger: a small instance may be all that a load or a remainder needs.
+    """
+    able = [kind for kind in kinds if not _noted(_hopeless(problem, kind, saturation[kind]), kind, rejected)]
+    return [kind for kind in able if not _noted(_dominated(kind, able, saturation), kind, rejected)]
+
+
+def _noted(reason: str, kind: Kind, rejected: list[Rejected]) -> bool:
+    """Note a reason, if there is one, and return whether there is."""
+    if reason:
+        rejected.append(Rejected(kind.phase, kind.layout, kind.gpu, reason))
+    return bool(reason)
+
+
+def _hopeless(problem: Problem, kind: Kind, saturation_rps: float) -> str:
+    """Return why this kind attains no class's SLO even with one request at a time, or nothing."""
+    if saturation_rps <= 0:
+        return "not even one request alone meets the TPOT bound"
+    loosest_s, share = max(slo.ttft_s for slo in problem.slos), min(slo.attainment for slo in problem.slos)
+    prompt = int(np.percentile(problem.workload.table.prompt_tokens, share * 100, method="inverted_cdf"))
+    alone_s = kind.cost.iteration_s(BatchShape.prefill(prompt))
+    if kind.phase == "decode" or alone_s <= loosest_s:
+        return ""
+    return (
+        f"a prompt of {prompt} tokens alone takes {show_seconds(alone_s)}, the TTFT bound is {show_seconds(loosest_s)}"
+    )
+
+
+def _dominated(kind: Kind, others: list[Kind], saturation: dict[Kind, float]) -> str:
+    """Return by how much a kind falls behind another that is no larger, or nothing when it keeps up."""
+    rivals = [k for k in others if (k.phase, k.gpu) == (kind.phase, kind.gpu) and k.gpus <= kind.gpus]
+    best = max(saturation[k] / k.gpus for k in rivals)
+    mine = saturation[kind] / kind.gpus
+    if mine >= _DOMINATED * best:
+        return ""
+    step = f"with steps of {kind.limits.max_tokens} tokens it " if kind.phase == "aggregated" else ""
+    return f"{step}saturates at {mine:.3g} requests/s per GPU, where another layout reaches {best:.3g}"
 
 
 def _fits_nowhere(problem: Problem, rejected: Iterable[Rejected]) -> str:

@@ -47,6 +47,11 @@ class Problem:
         return {node.gpu.name: node.gpu for node in self.topology.nodes}
 
     @property
+    def demand_rps(self) -> float | None:
+        """The load to serve with the fewest GPUs [requests/s]; None where the most goodput is wanted."""
+        return self.rate_rps if self.objective == "min_gpus" else None
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What was skipped or assumed while reading."""
         return (*self.model.notes, *self.workload.notes, *self.topology.assumptions())

@@ -1,0 +1,138 @@
+"""Why there is no plan: a bound that no layout meets, or a load that is too much for the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, inf, isfinite
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.cost.base import BatchShape, CostModel
+from planner.errors import InfeasibleError
+from planner.options import Option, Trials
+from planner.search.kinds import Kinds
+from planner.search.layouts import Kind
+from planner.simulator.cluster import Run
+from planner.simulator.metrics import attainment
+from planner.sources.problem import Problem
+from planner.specs.slo import Slo
+from planner.specs.units import show_seconds
+
+_SAMPLE = 500
+"""Requests that are looked at one by one to say what is achievable."""
+
+
+def infeasible(problem: Problem, kinds: Kinds) -> InfeasibleError:
+    """Return the error that says which bound no layout can meet, the best achievable value, and what would help."""
+    worst = max((_hardest(problem, kinds, slo) for slo in problem.slos), key=lambda hardest: hardest.factor)
+    slo, best = worst.slo, show_seconds(worst.best_s)
+    of_class = f" of class {slo.name}" if slo.name else ""
+    where = f"{worst.kind.layout} on {worst.kind.gpu}, one request at a time"
+    if worst.factor <= 1.0:
+        message = (
+            f"infeasible: each bound{of_class} can be met alone, but not both by {slo.attainment:.0%} of requests "
+            f"together; closest is {worst.term} at {best} ({where}) for a bound of {show_seconds(worst.bound_s)}"
+        )
+        way_out = "more replicas do not help; relax ttft_s, tpot_s or attainment, or use faster GPUs"
+    else:
+        message = (
+            f"infeasible: no layout meets {worst.term} <= {show_seconds(worst.bound_s)}{of_class}; the best achievable "
+            f"for {slo.attainment:.0%} of requests is {best} ({where}), {worst.factor:.3g}x the bound"
+        )
+        way_out = (
+            f"more replicas do not help, since they do not speed up a single request; set {worst.term.lower()}_s to "
+            f"more than {best}, or use faster GPUs or a layout wider than {worst.kind.layout}"
+        )
+    return InfeasibleError(message, binding=worst.term, best_s=worst.best_s, bound_s=worst.bound_s, way_out=way_out)
+
+
+class _Hardest(NamedTuple):
+    """The bound that is hardest to meet, and the least that a request alone on an idle cluster could have."""
+
+    term: str
+    best_s: float
+    bound_s: float
+    kind: Kind
+    slo: Slo
+
+    @property
+    def factor(self) -> float:
+        """By how much it misses the bound; up to 1 is a hit."""
+        return self.best_s / self.bound_s
+
+
+def _hardest(problem: Problem, kinds: Kinds, slo: Slo) -> _Hardest:
+    """Return the harder of a class's two bounds."""
+    terms = []
+    for term, bound_s, phase in (("TTFT", slo.ttft_s, "prefill"), ("TPOT", slo.tpot_s, "decode")):
+        able = [kind for kind in kinds.all_legal if kind.phase in (phase, "aggregated")]
+        alone = ((_alone_s(problem, kind, slo, term), kind) for kind in able)
+        best_s, kind = min(alone, key=lambda item: item[0])
+        terms.append(_Hardest(term, best_s, bound_s, kind, slo))
+    return max(terms, key=lambda hardest: hardest.factor)
+
+
+def _alone_s(problem: Problem, kind: Kind, slo: Slo, term: str) -> float:
+    """Return the TTFT or TPOT [s] that `slo.attainment` of the requests stay within when each has `kind` to itself."""
+    table = problem.workload.table
+    rows = np.linspace(0, len(table) - 1, min(len(table), _SAMPLE)).round().astype(int)
+    lengths = zip(table.prompt_tokens[rows].tolist(), table.output_tokens[rows].tolist(), strict=True)
+    times_s = [_request_s(kind.cost, prompt, output, slo, term) for prompt, output in lengths]
+    return _quantile(np.array(times_s), slo.attainment)
+
+
+def _request_s(cost: CostModel, prompt: int, output: int, slo: Slo, term: str) -> float:
+    """Return the TTFT or TPOT [s] of one request alone; a TPOT of 0, which is met, for one token."""
+    first_s = (
+        cost.iteration_s(BatchShape.prefill(prompt)) if term == "TTFT" or slo.tpot_definition == "inclusive" else 0.0
+    )
+    if term == "TTFT" or output < 2:
+        return first_s if term == "TTFT" else 0.0
+    last_s = first_s + (output - 1) * cost.iteration_s(BatchShape.decode(1, prompt + output // 2))
+    return float(slo.request_tpot_s(0.0, first_s, last_s, output))
+
+
+def overloaded(problem: Problem, trials: Trials, able: Sequence[Option], demand_rps: float) -> InfeasibleError:
+    """Return the error that says that this cluster cannot serve the load, the most that it can, and what binds."""
+    best = max(able, key=lambda option: option.rate.goodput_rps)
+    rate, trial = best.rate, trials.quoting.lasting(demand_rps)
+    run = trial.run(best.placed.system, demand_rps)
+    shares = attainment([run], problem.slos, trial.warmup_s)
+    missed = [slo.attainment - share for slo, share in zip(problem.slos, shares, strict=True)]
+    slo = problem.slos[worst := missed.index(max(missed))]
+    counted = (run.requests.slo_class == worst) & (run.requests.arrival_s >= trial.warmup_s)
+    best_s, bound_s = _within_s(run, counted, slo, rate.binding), _bound_s(slo, rate.binding)
+    within = f"within {show_seconds(best_s)}" if isfinite(best_s) else "never for some"
+    message = (
+        f"infeasible: no plan serves {demand_rps:.3g} requests/s on {problem.topology.name} within the SLO; the most "
+        f"is {rate.goodput_rps:.3g} [{rate.low_rps:.3g}, {rate.high_rps:.3g}] ({best.placed.layout}). Beyond that "
+        f"{rate.binding} binds: at {demand_rps:.3g} requests/s {slo.attainment:.0%} have it {within}, for a bound of "
+        f"{show_seconds(bound_s)}"
+    )
+    gpus = ceil(best.gpus * demand_rps / rate.goodput_rps)
+    way_out = (
+        f"about {gpus} such GPUs would serve it (here are {len(problem.topology.gpus)}); or set objective: max_goodput "
+        "to get the most out of these"
+    )
+    return InfeasibleError(message, binding=rate.binding, best_s=best_s, bound_s=bound_s, way_out=way_out)
+
+
+def _within_s(run: Run, rows: np.ndarray, slo: Slo, term: str) -> float:
+    """Return the TTFT or TPOT [s] that `slo.attainment` of these requests stay within; inf when they never do."""
+    if term == "TTFT":
+        values_s = np.nan_to_num(run.ttft_s[rows], nan=inf, posinf=inf)
+    else:
+        requests = run.requests
+        paces_s = slo.request_tpot_s(requests.arrival_s, run.first_token_s, run.finish_s, requests.output_tokens)
+        values_s = np.nan_to_num(paces_s[rows], nan=0.0, posinf=inf)
+    return _quantile(values_s, slo.attainment)
+
+
+def _quantile(values: np.ndarray, share: float) -> float:
+    """Return the least value that `share` of them stay within (np.percentile makes nan out of inf)."""
+    return float(np.sort(values)[max(ceil(share * len(values) - 1e-9), 1) - 1]) if len(values) else inf
+
+
+def _bound_s(slo: Slo, term: str) -> float:
+    return slo.ttft_s if term == "TTFT" else slo.tpot_s
