@@ -11,7 +11,7 @@ from planner.placement.assign import place
 from planner.placement.base import Candidate, Placement, Program, Unplaceable
 from planner.placement.solve import capacity_bound
 from planner.replay import Placed, Report, attains_at, claim, place_on, report, system_settings
-from planner.search.goodput import Rate, Trial, goodput_rps, pool
+from planner.search.goodput import Rate, Trial, goodput_rps
 from planner.search.joint import (
     SLACK,
     Combination,
@@ -26,6 +26,7 @@ from planner.search.joint import (
 )
 from planner.search.kinds import Kinds
 from planner.search.layouts import Kind, with_budget
+from planner.search.network import RoughNetwork
 from planner.search.pools import pool_rps
 from planner.sources.problem import Problem
 from planner.specs.layout import Layout
@@ -107,15 +108,22 @@ def _rough_goodput_rps(problem: Problem, kinds: Kinds, floor_s: float) -> float:
     space = space_of(problem)
     pilots = [*promising(largest(disaggregated(kinds.prefill, kinds.decode, kinds.saturation, space))),
               *promising(largest(aggregated(kinds.aggregated, kinds.saturation, space)))]  # fmt: skip
-    settings = system_settings(problem)
+    build = rough_network(problem).system
     rate_rps = max((pilot.bound_rps for pilot in pilots), default=1.0)
     for _ in range(6):
         trial = Trial(problem.workload, problem.slos, max(_PILOT_REQUESTS / rate_rps, floor_s), problem.seed)
-        found = [goodput_rps(trial, pool(p.kinds, **settings), p.bound_rps, 0.3) for p in pilots if p.bound_rps > 0]
+        found = [goodput_rps(trial, build(p), p.bound_rps, 0.3) for p in pilots if p.bound_rps > 0]
         before, rate_rps = rate_rps, max(max(found, default=0.0), 1e-3)
         if rate_rps > 0.5 * before:
             break
     return rate_rps
+
+
+def rough_network(problem: Problem) -> RoughNetwork:
+    """Return what builds systems for ranking, with the network in its best case."""
+    strictest_s = min(slo.ttft_s for slo in problem.slos)
+    prompt = problem.workload.mean_prompt_tokens
+    return RoughNetwork(problem.topology, system_settings(problem), prompt, strictest_s)
 
 
 def best_disaggregated(problem: Problem, kinds: Kinds, trials: Trials, progress: Progress) -> Option | None:
@@ -179,7 +187,7 @@ class _Finalist:
 
 
 _Found = tuple["_Finalist | None", list[Scored], list[tuple[Scored, float]]]
-"""The best one, placed; promising ones, best first, on a free network; those that were placed, with their goodput."""
+"""The best one, placed; promising ones, best first, on a rough network; those that were placed, with their goodput."""
 
 
 def _search(problem: Problem, trials: Trials, combos: list[Combination], progress: Progress) -> _Found:
@@ -191,19 +199,14 @@ def _search(problem: Problem, trials: Trials, combos: list[Combination], progres
         found = _least(problem, trials, combos, progress)
         if found[0] is not None:
             return found
-    settings = system_settings(problem)
-    kv_bytes = settings.pop("kv_bytes_per_token")
-    keep = problem.search.finalists
-    ranked = most_goodput(trials.ranking, largest(combos), kv_bytes, settings, keep=keep)
+    ranked = most_goodput(trials.ranking, largest(combos), rough_network(problem).system, keep=problem.search.finalists)
     return _replay_finalists(problem, trials, ranked, progress)
 
 
 def _least(problem: Problem, trials: Trials, combos: list[Combination], progress: Progress) -> _Found:
     """Return the combination with the fewest GPUs that serves the load on the real links, over all seeds."""
     rate_rps = problem.demand_rps or 0.0
-    settings = system_settings(problem)
-    kv_bytes = settings.pop("kv_bytes_per_token")
-    screened = fewest_gpus(trials.ranking, combos, rate_rps, _SCREEN * rate_rps, kv_bytes, settings)
+    screened = fewest_gpus(trials.ranking, combos, rate_rps, _SCREEN * rate_rps, rough_network(problem).system)
     ranked: list[Scored] = []
     replayed: list[tuple[Scored, float]] = []
     tried: dict[int, int] = {}
@@ -227,7 +230,7 @@ def _least(problem: Problem, trials: Trials, combos: list[Combination], progress
 def _replay_finalists(problem: Problem, trials: Trials, ranked: list[Scored], progress: Progress) -> _Found:
     """Place the best candidates and measure them on the real links, until the rest cannot win.
 
-    What the free network gave is an upper limit, so a candidate below the best replay so far is out.
+    What the rough network gave is its best case, so a candidate below the best replay so far is out.
     """
     best: _Finalist | None = None
     replayed: list[tuple[Scored, float]] = []

@@ -273,21 +273,26 @@ def test_the_joint_search_finds_what_looking_at_everything_finds(gpus):
     every = {
         str(one): goodput_rps(trial, pool(one.kinds, 1.0), one.bound_rps / 2, precision=0.01) for one in combinations
     }
-    found = most_goodput(trial, combinations, 1.0, {}, precision=0.01, keep=1)
+    found = most_goodput(trial, combinations, free, precision=0.01, keep=1)
     best = max(every.values())
     assert found[0].goodput_rps == pytest.approx(best, rel=0.02)
     assert every[str(found[0].combination)] >= best * 0.98
-    several = most_goodput(trial, combinations, 1.0, {}, precision=0.01, keep=4)
+    several = most_goodput(trial, combinations, free, precision=0.01, keep=4)
     expected = sorted(every.values(), reverse=True)[:4]
     assert [one.goodput_rps for one in several[:4]] == pytest.approx(expected, rel=0.025)
     assert found[0].goodput_rps <= found[0].combination.bound_rps * 1.02
+
+
+def free(one: Combination) -> System:
+    """Return the combination on a free network."""
+    return pool(one.kinds, 1.0)
 
 
 def test_the_search_may_find_nothing():
     workload = chat()
     hopeless = (Slo(ttft_s=0.005, tpot_s=0.06),)
     combinations = disaggregated(PREFILL, DECODE, saturations(workload), Space({"gpu": 3}, {"gpu": (3,)}))
-    assert most_goodput(Trial(workload, hopeless, 60.0), largest(combinations), 1.0, {}) == []
+    assert most_goodput(Trial(workload, hopeless, 60.0), largest(combinations), free) == []
 
 
 def test_every_pair_of_counts_that_fits_is_there_once():
@@ -330,7 +335,7 @@ def test_fewest_gpus_come_first_and_all_of_them_serve_the_load():
     workload = chat()
     trial = Trial(workload, SLOS, 120.0)
     combinations = disaggregated(PREFILL, DECODE, saturations(workload), Space({"gpu": 6}, {"gpu": (6,)}))
-    found = list(fewest_gpus(trial, combinations, 9.0, 9.0, 1.0, {}))
+    found = list(fewest_gpus(trial, combinations, 9.0, 9.0, free))
     gpus = [one.combination.gpus for one in found]
     assert gpus == sorted(gpus) and gpus
     assert all(trial.margin(pool(one.combination.kinds, 1.0), 9.0) >= 0 for one in found)

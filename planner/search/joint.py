@@ -7,16 +7,16 @@ best-first by the saturation bound and asks each candidate the cheapest question
     one simulation at the incumbent's rate fails     rejected (it stops as soon as too many requests have missed)
     otherwise                                        bisected; it becomes the incumbent if it is better
 
-The network is free here: it can only make things worse, and how much depends on the placement. `pipeline.py` places
-the best candidates and lets the replay on the real links judge.
+Where instances will stand is not known here, so the network is the best case that their counts allow
+(`search/network.py`). `options.py` places the best candidates and lets the replay on the real links judge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.search.goodput import Trial, bisect, pool
+from planner.search.goodput import Trial, bisect
 from planner.search.layouts import Kind
 from planner.simulator.cluster import System
 
@@ -41,9 +41,13 @@ class Combination:
         return " + ".join(f"{count} x {kind}" for kind, count in self.kinds)
 
 
+Build = Callable[[Combination], System]
+"""How a combination becomes a system to simulate."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A combination and its goodput on a free network [requests/s]."""
+    """A combination and its goodput on the best network it could have [requests/s]."""
 
     combination: Combination
     goodput_rps: float
@@ -110,24 +114,22 @@ def largest(combinations: Iterable[Combination]) -> list[Combination]:
 def most_goodput(
     trial: Trial,
     combinations: Sequence[Combination],
-    kv_bytes_per_token: float,
-    common: Mapping[str, object],
+    build: Build,
     precision: float = 0.02,
     keep: int = 8,
-    known: Sequence[Scored] = (),
 ) -> list[Scored]:
-    """Return the best combinations, best first, ties by fewer GPUs. Those that were rejected are left out.
+    """Return the best of combinations to which nothing can be added (`largest`), best first, ties by fewer GPUs.
 
     The first `keep` are exact to `precision` relative to each other: an incumbent needs to be beaten, so a candidate
     that is close to the best but not better is bisected too, until `keep` are known.
     """
-    ranked = list(known)
+    ranked: list[Scored] = []
     outward = _Outward(combinations)
     for one in sorted(combinations, key=lambda c: (-_estimate(c), c.gpus, str(c))):
         bar = _bar(ranked, keep)
         if one.bound_rps <= bar * SLACK or outward.is_hopeless(one):
             continue
-        system = pool(one.kinds, kv_bytes_per_token, **common)
+        system = build(one)
         if bar > 0 and trial.margin(system, bar * SLACK) < 0:
             outward.failed(one)
             continue
@@ -175,8 +177,7 @@ def fewest_gpus(
     combinations: Sequence[Combination],
     rate_rps: float,
     screen_rps: float,
-    kv_bytes_per_token: float,
-    common: Mapping[str, object],
+    build: Build,
 ) -> Iterator[Scored]:
     """Yield combinations that may serve `rate_rps`, fewest GPUs first; that rate is their goodput here.
 
@@ -185,7 +186,7 @@ def fewest_gpus(
     for one in sorted(combinations, key=lambda c: (c.gpus, -_estimate(c), str(c))):
         if one.bound_rps <= rate_rps:
             continue
-        if trial.margin(pool(one.kinds, kv_bytes_per_token, **common), screen_rps) >= 0:
+        if trial.margin(build(one), screen_rps) >= 0:
             yield Scored(one, rate_rps)
 
 
