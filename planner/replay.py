@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.cost.transfer import Route, route
 from planner.placement.base import PlacedInstance, Placement
-from planner.search.goodput import Rate, Trial, margins, replicated
+from planner.search.goodput import Rate, Trial, pooled_margin, replicated, tallies
 from planner.search.layouts import Kind
 from planner.simulator.cluster import KvPath, Run, System
 from planner.simulator.metrics import Latencies, Load, attainment, binding_term, latencies, load_of
@@ -117,7 +117,7 @@ def claim(problem: Problem, trial: Trial, placed: Placed, guess_rps: float) -> R
 
 def attains_at(problem: Problem, trial: Trial, placed: Placed, rate_rps: float) -> bool:
     """Return True when the problem's seeds together attain the target at this rate."""
-    return float(margins(trial, placed.system, rate_rps, seeds_of(problem)).mean()) >= 0.0
+    return pooled_margin(tallies(trial, placed.system, rate_rps, seeds_of(problem)), problem.slos) >= 0.0
 
 
 def seeds_of(problem: Problem) -> list[int]:
@@ -127,6 +127,7 @@ def seeds_of(problem: Problem) -> list[int]:
 
 def report(problem: Problem, trial: Trial, placed: Placed, rate_rps: float) -> Report:
     """Return what happens at `rate_rps`, over all seeds."""
+    trial = trial.lasting(rate_rps)
     runs = [trial.with_seed(seed).run(placed.system, rate_rps) for seed in seeds_of(problem)]
     _, late, slow = binding_term(runs, trial.slos, trial.warmup_s)
     return Report(

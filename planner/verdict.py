@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import hypot
+from math import exp, hypot, log
 from typing import Literal
 
 from planner.options import Option, Trials, free_network_gain
@@ -60,7 +60,8 @@ def judge(problem: Problem, trials: Trials, disaggregated: Option | None, aggreg
 
 
 def _gain(problem: Problem, one: Option, other: Option) -> tuple[float, float, float]:
-    """Return the relative gain per GPU of `one` over `other` with its interval (independent errors, first order).
+    """Return the relative gain per GPU of `one` over `other` with its interval (independent errors of the
+    logarithms).
 
     To get the most out of a cluster both have all its GPUs, so one that a layout leaves idle counts against it; to
     serve a given load each has the GPUs that it takes.
@@ -68,9 +69,8 @@ def _gain(problem: Problem, one: Option, other: Option) -> tuple[float, float, f
     ratio = one.rate.goodput_rps / other.rate.goodput_rps
     if problem.objective == "min_gpus":
         ratio *= other.gpus / one.gpus
-    spread = [(o.rate.high_rps - o.rate.low_rps) / 2 / o.rate.goodput_rps for o in (one, other)]
-    half = ratio * hypot(*spread)
-    return ratio - 1, ratio - half - 1, ratio + half - 1
+    half = hypot(*(log(o.rate.high_rps / o.rate.low_rps) / 2 for o in (one, other)))
+    return ratio - 1, ratio * exp(-half) - 1, ratio * exp(half) - 1
 
 
 def _by_demand(problem: Problem, d: Option, a: Option, gain: tuple[float, float, float]) -> Verdict | None:

@@ -16,7 +16,7 @@ from scipy import stats
 
 from planner.search.layouts import Kind
 from planner.simulator.cluster import Run, System, simulate
-from planner.simulator.metrics import margin
+from planner.simulator.metrics import attained, margin
 from planner.specs.slo import Slo
 from planner.specs.workload import Requests, Workload
 
@@ -135,14 +135,14 @@ def replicated(
 
     Attainment need not fall evenly with the rate, so a bisection may stop short; `wanted_rps` is tried in any case.
 
-    The seeds are pooled, so at the rate that is returned the target is met on average over them (a mean of each
+    The seeds are pooled, so at the rate that is returned the target is met by their requests together (a mean of each
     seed's own goodput would lie beyond the cliff of some). The interval is a jackknife over the seeds.
     """
     curve: dict[float, np.ndarray] = {}
 
     def passes(rate_rps: float) -> bool:
-        curve[rate_rps] = margins(trial, system, rate_rps, seeds)
-        return bool(curve[rate_rps].mean() >= 0.0)
+        curve[rate_rps] = tallies(trial, system, rate_rps, seeds)
+        return pooled_margin(curve[rate_rps], trial.slos) >= 0.0
 
     if not isfinite(guess_rps) or guess_rps <= 0:
         guess_rps = 1.0
@@ -151,28 +151,41 @@ def replicated(
         best = bisect(passes, wanted_rps, wanted_rps * 1.05, precision)
     if best <= 0:
         return Rate(0.0, 0.0, 0.0)
-    half = max(_jackknife(curve), precision)  # the bisection stops that far apart
-    return Rate(best, best * exp(-half), best * exp(half), float(curve[best].mean()))
+    half = max(_jackknife(curve, trial.slos), precision)  # the bisection stops that far apart
+    return Rate(best, best * exp(-half), best * exp(half), pooled_margin(curve[best], trial.slos))
 
 
-def margins(trial: Trial, system: System, rate_rps: float, seeds: Sequence[int]) -> np.ndarray:
-    """Return by how much attainment exceeds the target at this rate, for each seed."""
-    return np.array([_full_margin(trial.with_seed(seed), system, rate_rps) for seed in seeds])
-
-
-def _full_margin(trial: Trial, system: System, rate_rps: float) -> float:
+def tallies(trial: Trial, system: System, rate_rps: float, seeds: Sequence[int]) -> np.ndarray:
+    """Return how many requests attained their SLO, and how many there were: one row per seed, one column per class."""
     trial = trial.lasting(rate_rps)
-    return margin([trial.run(system, rate_rps)], trial.slos, trial.warmup_s)
+    return np.array([_tally(trial.with_seed(seed), system, rate_rps) for seed in seeds])
 
 
-def _jackknife(curve: Mapping[float, np.ndarray]) -> float:
+def _tally(trial: Trial, system: System, rate_rps: float) -> list[tuple[int, int]]:
+    run = trial.run(system, rate_rps)
+    counted = run.requests.arrival_s >= trial.warmup_s
+    met = attained(run, trial.slos)[counted]
+    classes = run.requests.slo_class[counted]
+    return [(int(met[classes == at].sum()), int((classes == at).sum())) for at in range(len(trial.slos))]
+
+
+def pooled_margin(counts: np.ndarray, slos: Sequence[Slo]) -> float:
+    """Return by how much the worst class, over all seeds, exceeds its target; a class without requests counts as met."""
+    met, everyone = counts.sum(axis=0).T
+    shares = np.where(everyone > 0, met / np.maximum(everyone, 1), 1.0)
+    return float((shares - np.array([slo.attainment for slo in slos])).min())
+
+
+def _jackknife(curve: Mapping[float, np.ndarray], slos: Sequence[Slo]) -> float:
     """Return the interval's half width in log rate, from each seed's weight on where the pooled curve crosses 0."""
     rates = np.array(sorted(curve))
-    margins = np.array([curve[rate] for rate in rates])
-    count = margins.shape[1]
+    count = len(curve[rates[0]])
     if count < 2 or len(rates) < 2:
         return 0.0
-    without = [_crossing(rates, np.delete(margins, k, axis=1).mean(axis=1)) for k in range(count)]
+    without = []
+    for k in range(count):
+        margins = [pooled_margin(np.delete(curve[rate], k, axis=0), slos) for rate in rates]
+        without.append(_crossing(rates, np.array(margins)))
     error = sqrt((count - 1) / count * float(((np.array(without) - np.mean(without)) ** 2).sum()))
     return float(stats.t.ppf(0.975, count - 1)) * error
 
