@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import isfinite
 
 from planner.errors import InputError
 from planner.placement.assign import place
@@ -127,7 +128,9 @@ def rough_network(problem: Problem) -> RoughNetwork:
 
 
 def best_disaggregated(problem: Problem, kinds: Kinds, trials: Trials, progress: Progress) -> Option | None:
-    """Return the best disaggregated plan, or None when there is none that meets the SLO at any rate."""
+    """Return the best disaggregated plan, or None when none meets the SLO at any rate or nothing is to be decoded."""
+    if problem.workload.table.output_tokens.max() < 2:
+        return None
     space = space_of(problem)
     combos = disaggregated(kinds.prefill, kinds.decode, kinds.saturation, space)
     progress(f"ranking {len(combos)} disaggregated combinations")
@@ -385,7 +388,8 @@ def capacity_bound_rps(problem: Problem, kinds: Kinds, mode: str) -> float:
         allowed: Iterable[Kind] = best.values()
     else:
         allowed = (*kinds.prefill, *kinds.decode)
-    candidates = [Candidate(*kind.key, kinds.saturation[kind]) for kind in allowed]
+    rates = ((kind, kinds.saturation[kind]) for kind in allowed)
+    candidates = [Candidate(*kind.key, rate_rps) for kind, rate_rps in rates if isfinite(rate_rps)]
     kv_bytes = problem.model.kv_bytes_per_token * problem.workload.mean_prompt_tokens
     return capacity_bound(problem.topology, candidates, kv_bytes)
 

@@ -46,6 +46,8 @@ class Verdict:
 
 def judge(problem: Problem, trials: Trials, disaggregated: Option | None, aggregated: Option | None) -> Verdict:
     """Return the verdict. At least one option must be there and able to serve."""
+    if problem.workload.table.output_tokens.max() < 2:
+        return Verdict("aggregated", False, None, None, None, "answers of one token leave nothing for a decode side")
     if disaggregated is None or disaggregated.rate.goodput_rps <= 0:
         return Verdict("aggregated", False, None, None, None, "no disaggregated plan meets the SLO at any rate")
     if aggregated is None or aggregated.rate.goodput_rps <= 0:
@@ -81,6 +83,13 @@ def _by_demand(problem: Problem, d: Option, a: Option, gain: tuple[float, float,
     d_serves, a_serves = d.rate.goodput_rps >= rate_rps, a.rate.goodput_rps >= rate_rps
     if d_serves == a_serves and d.gpus == a.gpus:
         return None
+    if a_serves and d.gpus < a.gpus and d.rate.low_rps < rate_rps:
+        edge = f"its interval [{d.rate.low_rps:.3g}, {d.rate.high_rps:.3g}] leaves open whether it does"
+        reason = (
+            f"the load is at the edge: disaggregated may serve {rate_rps:.3g} requests/s on {d.gpus} GPUs instead of "
+            f"{a.gpus}, but {edge}"
+        )
+        return Verdict("aggregated", d_serves, *gain, reason)
     aggregated_wins = a_serves and (not d_serves or a.gpus < d.gpus)
     mode: Mode = "aggregated" if aggregated_wins else "disaggregated"
     winner, loser, loser_serves = (a, d, d_serves) if aggregated_wins else (d, a, a_serves)

@@ -151,6 +151,8 @@ def replicated(
         best = bisect(passes, wanted_rps, wanted_rps * 1.05, precision)
     if best <= 0:
         return Rate(0.0, 0.0, 0.0)
+    for factor in (0.9, 1.1):  # how steep the curve is can only be told from some way off
+        passes(best * factor)
     half = max(_jackknife(curve, trial.slos), precision)  # the bisection stops that far apart
     return Rate(best, best * exp(-half), best * exp(half), pooled_margin(curve[best], trial.slos))
 
@@ -170,7 +172,7 @@ def _tally(trial: Trial, system: System, rate_rps: float) -> list[tuple[int, int
 
 
 def pooled_margin(counts: np.ndarray, slos: Sequence[Slo]) -> float:
-    """Return by how much the worst class, over all seeds, exceeds its target; a class without requests counts as met."""
+    """Return by how much the worst class, over all seeds, exceeds its target; one without requests counts as met."""
     met, everyone = counts.sum(axis=0).T
     shares = np.where(everyone > 0, met / np.maximum(everyone, 1), 1.0)
     return float((shares - np.array([slo.attainment for slo in slos])).min())
@@ -191,12 +193,14 @@ def _jackknife(curve: Mapping[float, np.ndarray], slos: Sequence[Slo]) -> float:
 
 
 def _crossing(rates: np.ndarray, margins: np.ndarray) -> float:
-    """Return the log rate at which a falling curve crosses 0, extended beyond its ends by its outer slopes."""
+    """Return the log rate at which a falling curve crosses 0, extended beyond its ends by its slope over all."""
     logs = np.log(rates)
     falling = np.minimum.accumulate(margins) - 1e-9 * np.arange(len(margins))
-    at = int(np.clip(np.searchsorted(-falling, 0.0), 1, len(rates) - 1))
-    slope = (falling[at] - falling[at - 1]) / (logs[at] - logs[at - 1])
-    return float(np.clip(logs[at] - falling[at] / slope, logs[0] - 0.25, logs[-1] + 0.25))
+    if falling[0] > 0 > falling[-1]:
+        return float(np.interp(0.0, falling[::-1], logs[::-1]))
+    slope = (falling[-1] - falling[0]) / (logs[-1] - logs[0])
+    end = 0 if falling[0] <= 0 else -1
+    return float(np.clip(logs[end] - falling[end] / slope, logs[0] - 0.25, logs[-1] + 0.25))
 
 
 def pool(kinds: Sequence[tuple[Kind, int]], kv_bytes_per_token: float, **common: object) -> System:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from planner.search.goodput import Trial, bisect
 from planner.search.layouts import Kind
@@ -26,7 +27,7 @@ SLACK = 1.005
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """So many instances of each kind (one aggregated kind, or a prefill and a decode kind)."""
+    """So many instances of each kind (aggregated ones of each GPU type, or a prefill and a decode kind)."""
 
     kinds: tuple[tuple[Kind, int], ...]
     bound_rps: float
@@ -73,12 +74,27 @@ class Space:
 
 
 def aggregated(kinds: Iterable[Kind], saturation: Mapping[Kind, float], space: Space) -> list[Combination]:
-    """Return every number of instances of every aggregated kind."""
-    return [
-        Combination(((kind, count),), saturation[kind] * count)
-        for kind in kinds
-        for count in range(1, space.most(kind) + 1)
-    ]
+    """Return every number of instances of every aggregated kind, and mixes over GPU types.
+
+    A mix has one kind per type, of one token budget, and takes all GPUs of its types but one.
+    """
+    by_budget: dict[int, dict[str, list[Kind]]] = {}
+    for kind in kinds:
+        by_budget.setdefault(kind.limits.max_tokens, {}).setdefault(kind.gpu, []).append(kind)
+    found = {}
+    for by_type in by_budget.values():
+        for mix in product(*([None, *same_type] for same_type in by_type.values())):
+            for chosen in _counts([kind for kind in mix if kind is not None], space):
+                found[chosen] = Combination(chosen, sum(saturation[kind] * count for kind, count in chosen))
+    return list(found.values())
+
+
+def _counts(mix: Sequence[Kind], space: Space) -> Iterator[tuple[tuple[Kind, int], ...]]:
+    """Yield numbers of instances of each kind: one of them any number, the others as many as fit."""
+    most = [space.most(kind) for kind in mix]
+    for varied, kind in enumerate(mix):
+        for count in range(1, most[varied] + 1) if all(most) else ():
+            yield tuple((other, count if other is kind else most[at]) for at, other in enumerate(mix))
 
 
 def disaggregated(

@@ -35,7 +35,7 @@ class RoughNetwork:
     def system(self, one: Combination) -> System:
         """Return the combination as a system; its network is free where it cannot matter."""
         system = pool(one.kinds, **self.settings)
-        if len(one.kinds) < 2:
+        if one.kinds[0][0].phase == "aggregated":
             return system
         (prefill, at_p), (decode, at_d) = one.kinds
         local = self._local_share(prefill, at_p, decode, at_d)
