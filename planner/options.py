@@ -86,14 +86,16 @@ def trials_for(problem: Problem, kinds: Kinds) -> Trials:
     """Return the conditions of comparison: one simulated time for all, long enough to fill the decode side.
 
     It is such that the load asked for, or else roughly the best goodput, makes the requests that the problem wants
-    to see. Twice the time of a long answer (p90) is the least that makes sense.
+    to see. Twice the time of a long answer (p90) is the least that makes sense, and where it takes no more than four
+    times the requests, so is twenty times the TTFT bound: overload by a twentieth shows only when it has grown a queue.
     """
     output = problem.workload.percentiles["output_tokens"]["p90"]
     floor_s = 2.0 * output * max(slo.tpot_s for slo in problem.slos)
+    settle_s = 20.0 * max(slo.ttft_s for slo in problem.slos)
     rate_rps = problem.demand_rps or _rough_goodput_rps(problem, kinds, floor_s)
 
     def trial(requests: int) -> Trial:
-        duration_s = max(requests / rate_rps, floor_s)
+        duration_s = max(requests / rate_rps, floor_s, min(settle_s, 4 * requests / rate_rps))
         most = int(_MOST_TIMES * duration_s * rate_rps)  # an idle load's long hours at full speed prove no more
         return Trial(problem.workload, problem.slos, duration_s, problem.seed, most)
 

@@ -84,7 +84,7 @@ def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     if problem.demand_rps is not None and all(option.rate.goodput_rps < problem.demand_rps for option in able):
         raise overloaded(problem, trials, able, problem.demand_rps)
     progress("comparing")
-    verdict = judge(problem, trials, disaggregated, aggregated)
+    verdict = judge(problem, kinds, trials, disaggregated, aggregated)
     chosen = disaggregated if verdict.mode == "disaggregated" else aggregated
     assert chosen is not None
     return Plan(

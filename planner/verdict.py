@@ -8,6 +8,7 @@ from typing import Literal
 
 from planner.options import Option, Trials, free_network_gain
 from planner.replay import Report, report
+from planner.search.kinds import Kinds
 from planner.simulator.metrics import binding_term
 from planner.sources.problem import Problem
 from planner.specs.units import show_seconds
@@ -16,8 +17,8 @@ Mode = Literal["disaggregated", "aggregated"]
 MODES: tuple[Mode, ...] = ("disaggregated", "aggregated")
 _NOTABLE = 0.05
 """Less than that a free network would give is not worth a word."""
-_BUSY = 0.8
-"""From that share on a side has nothing to spare."""
+_FULL = 0.8
+"""From that share of its saturation on a side has nothing to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,9 @@ class Verdict:
         return f"{advice}: goodput per GPU {self.gain:+.0%} [{low:+.0%}, {high:+.0%}] against aggregated"
 
 
-def judge(problem: Problem, trials: Trials, disaggregated: Option | None, aggregated: Option | None) -> Verdict:
+def judge(
+    problem: Problem, kinds: Kinds, trials: Trials, disaggregated: Option | None, aggregated: Option | None
+) -> Verdict:
     """Return the verdict. At least one option must be there and able to serve."""
     if problem.workload.table.output_tokens.max() < 2:
         return Verdict("aggregated", False, None, None, None, "answers of one token leave nothing for a decode side")
@@ -57,7 +60,7 @@ def judge(problem: Problem, trials: Trials, disaggregated: Option | None, aggreg
         return verdict
     if low > 0:
         return Verdict("disaggregated", False, gain, low, high, _interference(problem, trials, gain, aggregated))
-    reason = _cost_of_splitting(problem, trials, gain, disaggregated, aggregated)
+    reason = _cost_of_splitting(problem, kinds, trials, gain, disaggregated, aggregated)
     return Verdict("aggregated", high >= 0, gain, low, high, reason)
 
 
@@ -113,7 +116,7 @@ def _interference(problem: Problem, trials: Trials, gain: float, a: Option) -> s
     )
 
 
-def _cost_of_splitting(problem: Problem, trials: Trials, gain: float, d: Option, a: Option) -> str:
+def _cost_of_splitting(problem: Problem, kinds: Kinds, trials: Trials, gain: float, d: Option, a: Option) -> str:
     """Return the term that costs the disaggregated way most: KV transfer, lost pooling, or nothing gained.
 
     KV transfer is judged by what a free network would give, under the same luck; it decides when that closes half of
@@ -127,21 +130,29 @@ def _cost_of_splitting(problem: Problem, trials: Trials, gain: float, d: Option,
             f"hand-off takes {show_seconds(at_claim.latencies.handoff.p90_s)} (p90), where the TTFT bound is "
             f"{_bounds(problem, 'ttft_s')}"
         )
-    gpus = {phase: sum(k.gpus for k in d.placed.kinds if k.phase == phase) for phase in ("prefill", "decode")}
-    busy = {phase: load.busy for phase, load in at_claim.load.items()}
+    full = {phase: _fullness(kinds, d, phase) for phase in ("prefill", "decode")}
     side = _binding_side(d, at_claim)
     idler = "decode" if side == "prefill" else "prefill"
-    saved = (
-        f"there is little interference to save: at {a.report.rate_rps:.3g} requests/s aggregated has a TPOT of "
-        f"{show_seconds(a.report.latencies.tpot.p90_s)} (p90) against a bound of {_bounds(problem, 'tpot_s')}"
-    )
-    if busy[idler] > _BUSY:
-        return saved
+    if full[idler][1] > _FULL:
+        return (
+            f"there is little interference to save: at {a.report.rate_rps:.3g} requests/s aggregated has a TPOT of "
+            f"{show_seconds(a.report.latencies.tpot.p90_s)} (p90) against a bound of {_bounds(problem, 'tpot_s')}"
+        )
+    gpus, share = zip(*(full[phase] for phase in ("prefill", "decode")), strict=True)
     return (
-        f"lost pooling decides: {gpus['prefill']} of {d.gpus} GPUs take prompts (busy {busy['prefill']:.0%}) and "
-        f"{gpus['decode']} decode ({busy['decode']:.0%}); the {side} side binds ({d.rate.binding}) and cannot use what "
-        f"the {idler} side has to spare"
+        f"lost pooling decides: {gpus[0]} of {d.gpus} GPUs take prompts (at {share[0]:.0%} of their saturation) and "
+        f"{gpus[1]} decode (at {share[1]:.0%}); the {side} side binds ({d.rate.binding}) and cannot use what the "
+        f"{idler} side has to spare"
     )
+
+
+def _fullness(kinds: Kinds, d: Option, phase: str) -> tuple[int, float]:
+    """Return the GPUs of one side, and its share of the rate that would saturate it.
+
+    How busy it is says less: a decode instance with a single request is busy all the time.
+    """
+    own = [kind for kind in d.placed.kinds if kind.phase == phase]
+    return sum(kind.gpus for kind in own), d.rate.goodput_rps / sum(kinds.saturation[kind] for kind in own)
 
 
 def _binding_side(d: Option, at_claim: Report) -> str:
