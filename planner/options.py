@@ -141,7 +141,7 @@ def best_disaggregated(problem: Problem, kinds: Kinds, trials: Trials, progress:
         return None
     progress("solving the placement program")
     best, program = _improve_by_program(problem, kinds, trials, best)
-    return _quoted(problem, trials, best, program, ranked, replayed, progress)
+    return _quoted(problem, kinds, trials, best, program, ranked, replayed, progress)
 
 
 def best_aggregated(problem: Problem, kinds: Kinds, trials: Trials, progress: Progress) -> Option | None:
@@ -149,7 +149,7 @@ def best_aggregated(problem: Problem, kinds: Kinds, trials: Trials, progress: Pr
     combos = aggregated(kinds.aggregated, kinds.saturation, space_of(problem))
     progress(f"ranking {len(combos)} aggregated combinations")
     best, ranked, replayed = _search(problem, trials, combos, progress)
-    return None if best is None else _quoted(problem, trials, best, None, ranked, replayed, progress)
+    return None if best is None else _quoted(problem, kinds, trials, best, None, ranked, replayed, progress)
 
 
 def compared(problem: Problem, kinds: Kinds, trials: Trials, wanted: Compared, progress: Progress) -> Option | None:
@@ -166,7 +166,7 @@ def compared(problem: Problem, kinds: Kinds, trials: Trials, wanted: Compared, p
     finalist = _replayed(problem, trials, one)
     if finalist is None:
         raise InputError(f"compare {wanted.name!r}: {one.combination} does not fit on {problem.topology.name}")
-    return _quoted(problem, trials, finalist, None, (), (), progress)
+    return _quoted(problem, kinds, trials, finalist, None, (), (), progress)
 
 
 def _kind_of(kinds: Kinds, phase: str, side: Side, name: str) -> Kind:
@@ -365,6 +365,7 @@ def _rated(
 
 def _quoted(
     problem: Problem,
+    kinds: Kinds,
     trials: Trials,
     best: _Finalist,
     program: Placement | None,
@@ -372,12 +373,20 @@ def _quoted(
     replayed: Sequence[tuple[Scored, float]],
     progress: Progress,
 ) -> Option:
-    """Return the finalist with its claim over several seeds."""
+    """Return the finalist with its claim over several seeds, which never exceeds what it can sustain for ever."""
     progress(f"replaying {best.placed.layout} with {problem.search.seeds} seeds")
-    rate = claim(problem, trials.quoting, best.placed, best.goodput_rps)
+    rate = claim(problem, trials.quoting, best.placed, best.goodput_rps).capped(_saturated_rps(kinds, best.placed))
     at_rps = min(rate.goodput_rps, problem.rate_rps or rate.goodput_rps) or 1e-3
     figures = report(problem, trials.quoting, best.placed, at_rps)
     return Option(best.placed, rate, figures, program, tuple(ranked), tuple(replayed))
+
+
+def _saturated_rps(kinds: Kinds, placed: Placed) -> float:
+    """Return the rate [requests/s] at which the weaker phase of a placement saturates."""
+    by_phase: dict[str, float] = {}
+    for kind in placed.kinds:
+        by_phase[kind.phase] = by_phase.get(kind.phase, 0.0) + kinds.saturation[kind]
+    return min(by_phase.values())
 
 
 def capacity_bound_rps(problem: Problem, kinds: Kinds, mode: str) -> float:

@@ -117,6 +117,12 @@ class Rate:
     """By how much attainment, pooled over the seeds, exceeds the target at this rate."""
     binding: str = ""
 
+    def capped(self, bound_rps: float) -> Rate:
+        """Return the same, but no more than `bound_rps`: a run may end before the queue of an overload is too long."""
+        rates = (self.goodput_rps, self.low_rps, self.high_rps)
+        goodput, low, high = (min(rate, bound_rps) for rate in rates)
+        return replace(self, goodput_rps=goodput, low_rps=low, high_rps=high)
+
     @property
     def width(self) -> float:
         """Return the width of the interval relative to the goodput."""
