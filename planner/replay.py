@@ -10,7 +10,7 @@ import numpy as np
 from planner.cost.transfer import Route, route
 from planner.placement.base import PlacedInstance, Placement
 from planner.search.goodput import Rate, Trial, pooled_margin, replicated, tallies
-from planner.search.layouts import Kind
+from planner.search.layouts import Kind, show_mix
 from planner.simulator.cluster import KvPath, Run, System
 from planner.simulator.metrics import Latencies, Load, attainment, binding_term, latencies, load_of
 from planner.sources.problem import Problem
@@ -31,12 +31,7 @@ class Placed:
     @property
     def layout(self) -> str:
         """`2 x prefill TP4 + 1 x decode TP8`."""
-        counts: dict[str, int] = {}
-        for kind in self.kinds:
-            counts[str(kind)] = counts.get(str(kind), 0) + 1
-        return " + ".join(
-            f"{count} x {kind}" for kind, count in sorted(counts.items(), key=lambda kc: kc[0], reverse=True)
-        )
+        return show_mix((kind, 1) for kind in self.kinds)
 
     @property
     def gpus(self) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from planner.search.goodput import Trial, bisect
-from planner.search.layouts import Kind
+from planner.search.layouts import Kind, show_mix
 from planner.simulator.cluster import System
 
 SLACK = 1.005
@@ -39,7 +39,7 @@ class Combination:
         return sum(kind.gpus * count for kind, count in self.kinds)
 
     def __str__(self) -> str:
-        return " + ".join(f"{count} x {kind}" for kind, count in self.kinds)
+        return show_mix(self.kinds)
 
 
 Build = Callable[[Combination], System]

@@ -44,6 +44,17 @@ class Kind:
         return f"{self.phase} {self.layout}{chunk}"
 
 
+def show_mix(kinds: Iterable[tuple[Kind, int]]) -> str:
+    """Return `2 x prefill TP4 + 1 x decode TP8`, with the GPU types where there are several."""
+    mix = list(kinds)
+    several = len({kind.gpu for kind, _ in mix}) > 1
+    counts: dict[str, int] = {}
+    for kind, count in mix:
+        name = f"{kind} on {kind.gpu}" if several else str(kind)
+        counts[name] = counts.get(name, 0) + count
+    return " + ".join(f"{count} x {name}" for name, count in sorted(counts.items(), reverse=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Rejected:
     """A layout that is not considered, and the reason."""
