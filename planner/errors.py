@@ -31,7 +31,8 @@ class Fault:
 
     def __str__(self) -> str:
         place = ":".join(str(part) for part in (self.file, self.line, self.column) if part not in ("", None))
-        return ": ".join(part for part in (place, self.field, self.message) if part)
+        text = ": ".join(part for part in (place, self.field, self.message) if part)
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)  # one line, whatever a key or name holds
 
 
 class InputError(PlannerError):

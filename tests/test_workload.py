@@ -258,7 +258,7 @@ def test_a_generic_trace_takes_seconds_milliseconds_and_dates(tmp_path: Path) ->
         ('{"timestamp": 1, "input_length": 2, "output_length": 3, "hash_ids": []}', None, "source: mooncake"),
         ("timestamp,isl,osl\n1,2,3\n1,2,3\n", None, "one instant"),
         ("timestamp,isl,osl\n1,2,3\n", None, "one instant"),
-        (b"timestamp,isl,osl\n1,\xff,3\n", None, "UTF-8"),
+        (b"timestamp,isl,osl\n1,\xff,3\n", 2, "UTF-8"),
         (b"\n\n \r\n", None, "no requests"),
         (b"", None, "no requests"),
     ],
@@ -339,7 +339,7 @@ def test_a_digest_is_the_sha256_of_the_file_and_of_the_lengths_where_there_is_no
         ("source: csv\nfile: x", ["w.yaml:1:9: source: expected 'azure'"]),
         (
             "source: trace\nfile: x\nrate_rps: fast\ncolour: red",
-            ["w.yaml:3:11: rate_rps", "w.yaml:4:9: colour"],
+            ["w.yaml:3:11: rate_rps", "w.yaml:4:1: colour"],
         ),
         ("source: trace\nfile: x\ncv: true\narrivals: gamma", ["w.yaml:3:5: cv: expected a number"]),
     ],

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from planner.errors import Fault, InputError
 
 MAX_FILE_BYTES = 64 * 2**20
-_MAX_NODES = 2_000_000
+_MAX_NODES = 1_000_000
+_MAX_DEPTH = 100
+_NAME = "a name of letters, digits and . _ / + - that begins with a letter or digit"  # the only pattern there is
 
 Path_ = tuple[str | int, ...]
 S = TypeVar("S", bound="Spec")
@@ -38,6 +40,8 @@ class Document:
     file: str
     marks: dict[Path_, tuple[int, int]] = field(default_factory=dict)
     prefix: Path_ = ()
+    keys: dict[Path_, tuple[int, int]] = field(default_factory=dict)
+    """Where the key of a piece stands; its value may begin a line later."""
 
     @property
     def folder(self) -> Path:
@@ -49,7 +53,7 @@ class Document:
         data = self.data
         for key in keys:
             data = data[key]
-        return Document(data, self.file, self.marks, self.prefix + keys)
+        return Document(data, self.file, self.marks, self.prefix + keys, self.keys)
 
     def fault(self, message: str, *path: str | int) -> Fault:
         """Return a fault at `path`, or at the closest enclosing piece that has a line."""
@@ -59,6 +63,13 @@ class Document:
                 line, column = self.marks[full[:end]]
                 return Fault(message, self.file, line, column, show_path(full))
         return Fault(message, self.file, None, None, show_path(full))
+
+    def key_fault(self, message: str, *path: str | int) -> Fault:
+        """Return a fault at the key that ends `path`, not at its value."""
+        full = self.prefix + path
+        if full not in self.keys:
+            return self.fault(message, *path)
+        return Fault(message, self.file, *self.keys[full], show_path(full))
 
 
 def show_path(path: Path_) -> str:
@@ -70,9 +81,42 @@ def show_path(path: Path_) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: `no` and `12:30` are text and `1e9` is a number, unlike in YAML 1.1."""
+    """YAML 1.2 as plain data: `no` and `12:30` are text, `1e9` is a number, every key is text, no other tags."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Return the next node; refuse nesting that would overflow the stack further on."""
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            message = f"expected at most {_MAX_DEPTH} levels, got more"
+            raise yaml.constructor.ConstructorError(None, None, message, self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of a node; whatever its text cannot mean is a mistake at its place."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
+            kind = node.tag.rsplit(":", 1)[-1]
+            message = f"expected a value of type {kind}, got {_short(node.value)}"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark) from None
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Return a mapping whose keys are the text that stands there, so that `1:` is the key "1"."""
+        return {key.value: self.construct_object(value, deep) for key, value in node.value}
+
+    def refuse(self, node: yaml.Node) -> Any:
+        """Raise for a tag such as !!python/object, !!set or !include."""
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise yaml.constructor.ConstructorError(None, None, f"expected plain data, got the tag {tag}", node.start_mark)
 
 
+_PLAIN_TAGS = [f"tag:yaml.org,2002:{_name}" for _name in ("str", "int", "float", "bool", "null", "seq", "map")]
+_Loader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _PLAIN_TAGS}
+_Loader.add_constructor(None, _Loader.refuse)
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _regex, _first in (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
@@ -91,17 +135,28 @@ def read_text(path: str | Path) -> str:
     """Return the text of a file, without a byte-order mark. Raises InputError when it cannot be read."""
     path = Path(path)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InputError(Fault(f"expected at most {MAX_FILE_BYTES // 2**20} MiB", str(path)))
-        return path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:  # never more than that: it may be a pipe or a device without end
+            content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise InputError(Fault("no such file" + _near_file(path), str(path))) from None
     except IsADirectoryError:
         raise InputError(Fault("expected a file, got a folder", str(path))) from None
-    except UnicodeDecodeError as error:
-        raise InputError(Fault(f"expected UTF-8 text, got byte {error.start} that is not", str(path))) from None
     except (OSError, ValueError) as error:
-        raise InputError(Fault(f"cannot be read: {error}", str(path))) from None
+        raise InputError(Fault(f"cannot be read: {getattr(error, 'strerror', None) or error}", str(path))) from None
+    if len(content) > MAX_FILE_BYTES:
+        raise InputError(Fault(f"expected at most {MAX_FILE_BYTES // 2**20} MiB", str(path)))
+    return _decoded(content, str(path))
+
+
+def _decoded(content: bytes, file: str) -> str:
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(Fault("expected UTF-8 text, got UTF-16; save it as UTF-8", file, 1))
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        message = f"expected UTF-8 text, got the byte 0x{content[error.start]:02x}; save it as UTF-8"
+        raise InputError(Fault(message, file, line)) from None
 
 
 def _near_file(path: Path) -> str:
@@ -112,7 +167,7 @@ def _near_file(path: Path) -> str:
     return suggest(path.name, names)
 
 
-def suggest(word: str, known: list[str]) -> str:
+def suggest(word: str, known: Sequence[str]) -> str:
     """Return `; did you mean 'x'?` for the closest known word, or nothing."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
@@ -124,55 +179,74 @@ def load(path: str | Path) -> Document:
 
 
 def parse(text: str, file: str) -> Document:
-    """Return the Document of YAML `text`; `file` is only used in messages."""
+    """Return the Document of YAML `text`; `file` is only used in messages. Raises InputError."""
     if file.endswith(".json"):
         text = text.expandtabs(2)  # JSON may be indented by tabs, YAML may not
     try:
-        loader = _Loader(text)
-        try:
-            root = loader.get_single_node()
-            if root is None:
-                raise InputError(Fault("expected a mapping, got an empty file", file, 1))
-            marks: dict[Path_, tuple[int, int]] = {}
-            _mark(root, (), marks, file, [])
-            data = loader.construct_document(root)
-        finally:
-            loader.dispose()
+        return _parsed(text, file)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = (mark.line + 1, mark.column + 1) if mark else (None, None)
-        raise InputError(Fault(f"not valid YAML: {_one_line(error.problem or error.context)}", file, *place)) from None
-    except yaml.YAMLError as error:
-        raise InputError(Fault(f"not valid YAML: {_one_line(error)}", file, 1)) from None
-    except (RecursionError, ValueError, TypeError) as error:
-        raise InputError(Fault(f"not valid YAML: {_one_line(error)}", file, 1)) from None
-    return Document(data, file, marks)
+        raise InputError(Fault(f"not valid YAML: {_explained(error)}", file, *place)) from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        place = (before.count("\n") + 1, error.position - before.rfind("\n"))
+        raise InputError(Fault(f"not valid YAML: the character {chr(error.character)!r}", file, *place)) from None
+
+
+def _parsed(text: str, file: str) -> Document:
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            raise InputError(Fault("expected a mapping, got an empty file", file, 1))
+        document = Document(None, file)
+        _mark(root, (), document, [])
+        return replace(document, data=loader.construct_document(root))
+    finally:
+        loader.dispose()
+
+
+def _explained(error: yaml.MarkedYAMLError) -> str:
+    """Return the parser's own words in one line, with where it began, and the way out where it is known."""
+    text = _one_line(error.problem or error.context)
+    if "another document" in text:
+        return "expected one document, got another after '---'"
+    if "'\\t'" in text:
+        return f"{text}; indent with spaces"
+    if error.context and error.context_mark and error.problem_mark and error.context.startswith("while parsing a flow"):
+        return f"{text}, {_one_line(error.context)} that begins on line {error.context_mark.line + 1}"
+    return text
 
 
 def _one_line(what: object) -> str:
     return " ".join(str(what).split())
 
 
-def _mark(node: yaml.Node, path: Path_, marks: dict[Path_, tuple[int, int]], file: str, open_: list[int]) -> None:
+def _mark(node: yaml.Node, path: Path_, document: Document, open_: list[int]) -> None:
     """Record where every key and item stands; refuse duplicate keys and aliases that contain themselves."""
-    marks[path] = (node.start_mark.line + 1, node.start_mark.column + 1)
-    if len(marks) > _MAX_NODES or id(node) in open_ or len(open_) > 100:
-        raise InputError(Fault("expected plain data, got aliases that unfold without end", file, *marks[path]))
+    place = document.marks[path] = (node.start_mark.line + 1, node.start_mark.column + 1)
+    if len(document.marks) > _MAX_NODES or id(node) in open_ or len(open_) > _MAX_DEPTH:
+        raise InputError(Fault("expected plain data, got aliases that unfold without end", document.file, *place))
     open_.append(id(node))
     if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
         for key, value in node.value:
-            place = (key.start_mark.line + 1, key.start_mark.column + 1)
-            if not isinstance(key, yaml.ScalarNode):
-                raise InputError(Fault("expected a plain text key", file, *place))
-            if key.value in seen:
-                raise InputError(Fault(f"duplicate key {key.value!r}", file, *place, show_path((*path, key.value))))
-            seen.add(key.value)
-            _mark(value, (*path, key.value), marks, file, open_)
+            _mark_key(key, path, document)
+            _mark(value, (*path, key.value), document, open_)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            _mark(value, (*path, index), marks, file, open_)
+            _mark(value, (*path, index), document, open_)
     open_.pop()
+
+
+def _mark_key(key: yaml.Node, path: Path_, document: Document) -> None:
+    place = (key.start_mark.line + 1, key.start_mark.column + 1)
+    if not isinstance(key, yaml.ScalarNode):
+        raise InputError(Fault("expected a plain text key", document.file, *place, show_path(path)))
+    full = (*path, key.value)
+    if full in document.keys:
+        raise InputError(Fault(f"duplicate key {key.value!r}", document.file, *place, show_path(full)))
+    document.keys[full] = place
 
 
 def validate(kind: type[S], document: Document) -> S:
@@ -186,55 +260,102 @@ def validate(kind: type[S], document: Document) -> S:
 
 
 def _faults(kind: type[Spec], document: Document, error: ValidationError) -> Iterator[Fault]:
-    seen: set[str] = set()
-    for item in error.errors(include_url=False):
-        # pydantic names union members and validators inside the path; only real keys and indexes have lines
-        path = tuple(p for p in item["loc"] if _reaches(document.data, p, item["loc"]))
-        known = list(kind.model_fields) if len(item["loc"]) == 1 else []
-        fault = document.fault(_message(item, known), *path)
-        if str(fault) not in seen:
-            seen.add(str(fault))
-            yield fault
+    """Yield one fault per place and message, those of a union's members as one, in the order of the file's fields."""
+    items = [(_real_path(document.data, item), item) for item in error.errors(include_url=False)]
+    members: dict[Path_, list[str]] = {}  # what each member of a union says at one place
+    for path, item in items:
+        if len(path) < len(item["loc"]):
+            members.setdefault(path, []).append(_message(item, ()))
+    seen: set[Path_] = set()
+    for path, item in items:
+        if len(path) == len(item["loc"]):
+            message = _message(item, _known_keys(kind, item["loc"]))
+            place = document.key_fault if item["type"] == "extra_forbidden" else document.fault
+            yield place(message, *path)
+        elif path not in seen and not _any_below(path, items):
+            yield document.fault(_joined(members[path]), *path)
+        seen.add(path)
 
 
-def _reaches(data: Any, key: str | int, loc: tuple[str | int, ...]) -> bool:
-    """True where `key` is a step into the data, or the last (missing) key of the path."""
-    for step in loc:
-        inside = (isinstance(data, dict) and step in data) or (
-            isinstance(data, list) and isinstance(step, int) and step < len(data)
-        )
-        if step == key:
-            return inside or step == loc[-1]
-        if inside:
+def _real_path(data: Any, item: Any) -> Path_:
+    """Return the steps that lead through the data; pydantic also names union members and validators on the way."""
+    path: list[str | int] = []
+    for step in item["loc"]:
+        if (isinstance(data, dict) and step in data) or (
+            isinstance(data, list | tuple) and isinstance(step, int) and step < len(data)
+        ):
+            path.append(step)
             data = data[step]
-    return False
+    return (*path, item["loc"][-1]) if item["type"] == "missing" else tuple(path)
 
 
-def _message(item: Any, known: list[str]) -> str:
+def _any_below(path: Path_, items: list[tuple[Path_, Any]]) -> bool:
+    """True where a member of the union got further into the data, so that the others were not meant."""
+    return any(len(other) > len(path) and other[: len(path)] == path for other, _ in items)
+
+
+def _joined(messages: list[str]) -> str:
+    """Return `expected a or b, got x` for two messages of that form, else the first."""
+    parts = [message.removeprefix("expected ").rpartition(", got ") for message in dict.fromkeys(messages)]
+    if any(not sep for _, sep, _ in parts):
+        return messages[0]
+    return f"expected {' or '.join(dict.fromkeys(part[0] for part in parts))}, got {parts[0][2]}"
+
+
+def _known_keys(kind: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    """Return the keys that could stand where the last of `loc` does."""
+    kinds = [kind]
+    for step in loc[:-1]:
+        fields = [one.model_fields[str(step)] for one in kinds if step in one.model_fields]
+        kinds = [inner for field in fields for inner in _specs_in(field.annotation)] or kinds
+    return [name for one in kinds for name in one.model_fields]
+
+
+def _specs_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _specs_in(argument)
+
+
+def _message(item: Any, known: Sequence[str]) -> str:
     kind, value, context = item["type"], item.get("input"), item.get("ctx", {})
     name = str(item["loc"][-1]) if item["loc"] else ""
     got = f", got {_short(value)}"
     plain = {
         "missing": "is required",
-        "extra_forbidden": f"unknown key{suggest(name, known)}"
-        + (f"; expected one of {', '.join(known)}" if known else ""),
+        "extra_forbidden": f"unknown key{suggest(name, known)}" + f"; expected one of {', '.join(known)}" * bool(known),
         "int_type": "expected an integer" + got,
         "int_from_float": "expected a whole number" + got,
+        "int_parsing": "expected an integer" + got,
+        "int_parsing_size": "expected a number that fits 64 bits" + got,
         "float_type": "expected a number" + got,
+        "float_parsing": "expected a number" + got,
         "string_type": "expected text" + got,
+        "string_too_short": "expected text that is not empty" + got,
+        "string_too_long": f"expected at most {context.get('max_length')} characters" + got,
+        "string_pattern_mismatch": f"expected {_NAME}" + got,
         "bool_type": "expected true or false" + got,
+        "bool_parsing": "expected true or false" + got,
         "list_type": "expected a list" + got,
         "tuple_type": "expected a list" + got,
         "dict_type": "expected a mapping" + got,
         "model_type": "expected a mapping" + got,
+        "too_short": f"expected at least {context.get('min_length')} items" + got,
+        "too_long": f"expected at most {context.get('max_length')} items" + got,
         "finite_number": "expected a finite number" + got,
         "literal_error": f"expected {context.get('expected')}" + got,
         "greater_than": f"expected more than {context.get('gt')}" + got,
         "greater_than_equal": f"expected at least {context.get('ge')}" + got,
         "less_than": f"expected less than {context.get('lt')}" + got,
-        "less_than_equal": f"expected at most {context.get('le')}" + got,
+        "less_than_equal": f"expected at most {context.get('le')}" + got + _percent(value, context),
     }
     return _one_line(plain.get(kind, item["msg"].removeprefix("Value error, ")))
+
+
+def _percent(value: Any, context: dict[str, Any]) -> str:
+    bare = isinstance(value, int | float) and context.get("le") == 1 and 1 < value <= 100
+    return f"; for a percentage write {value}%" if bare else ""
 
 
 def _short(value: Any) -> str:
@@ -270,11 +391,15 @@ def resolve(family: str, document: Document) -> Document:
         raise InputError(document.fault(f"expected a preset name, a file or a mapping, got {_short(value)}"))
     if (preset := load_preset(family, value)) is not None:
         return preset
+    path = document.folder / value
     if "/" in value or value.endswith((".yaml", ".yml", ".json")):
-        path = document.folder / value
-        if not path.is_file():
+        if os.path.isdir(path):
+            raise InputError(document.fault(f"expected a file, got the folder {str(path)!r}"))
+        if not os.path.exists(path):
             raise InputError(document.fault(f"no such file {str(path)!r}{_near_file(path)}"))
         return load(path)
+    if os.path.isfile(path):
+        raise InputError(document.fault(f"no preset named {value!r}; if the file is meant, write ./{value}"))
     names = preset_names(family)
     raise InputError(
         document.fault(f"no preset named {value!r}{suggest(value, names)}; shipped {family}: {', '.join(names)}")
