@@ -272,6 +272,7 @@ def _fit(plan: Plan) -> RenderableType:
 def _runners_up(plan: Plan) -> list[tuple[str, int, float, str]]:
     """Return (layout, GPUs, goodput, why it lost) of what came next, no two with the same instances."""
     rows: list[tuple[str, int, float, str]] = []
+    demand_rps = plan.problem.demand_rps
     for option in (plan.disaggregated, plan.aggregated):
         if option is None:
             continue
@@ -282,13 +283,16 @@ def _runners_up(plan: Plan) -> list[tuple[str, int, float, str]]:
             if name in seen or len(seen) > 4:
                 continue
             seen.add(name)
-            rows.append((name, one.combination.gpus, *_why(option, one, replayed.get(name))))
+            rows.append((name, one.combination.gpus, *_why(option, one, replayed.get(name), demand_rps)))
     return rows
 
 
-def _why(option: Option, one: Scored, real_rps: float | None) -> tuple[float, str]:
+def _why(option: Option, one: Scored, real_rps: float | None, demand_rps: float | None) -> tuple[float, str]:
     """Return the goodput of a runner-up and why it lost."""
     best = option.report.rate_rps if option.rate.goodput_rps == 0 else option.rate.goodput_rps
+    if demand_rps is not None and (real_rps is None or real_rps >= demand_rps):
+        more = one.combination.gpus - option.gpus
+        return one.goodput_rps, f"{more:+d} GPUs for the same load" if more else "as few GPUs; not looked at further"
     if real_rps is not None and real_rps < 0.97 * one.goodput_rps:
         return real_rps, f"the network takes it from {_rps(one.goodput_rps)} to {_rps(real_rps)}"
     rps = one.goodput_rps if real_rps is None else real_rps
@@ -297,7 +301,7 @@ def _why(option: Option, one: Scored, real_rps: float | None) -> tuple[float, st
         return rps, "as good within the noise" + (
             f", {one.combination.gpus} GPUs" if one.combination.gpus != option.gpus else ""
         )
-    sides = [(kind.phase, count) for kind, count in one.combination.kinds]
+    sides = {kind.phase for kind, _ in one.combination.kinds}
     return rps, f"{behind:+.0%}; saturates at {_rps(one.combination.bound_rps)}" + (
         "" if len(sides) < 2 else " (weaker side)"
     )
@@ -318,9 +322,8 @@ def _rejected(plan: Plan) -> Iterator[RenderableType]:
     if groups:
         yield Text("Not considered", style="bold")
     for reason, ones in groups.items():
-        names = ", ".join(
-            dict.fromkeys(f"{one.layout}" if one.phase == "any" else f"{one.phase} {one.layout}" for one in ones)
-        )
+        several = len(plan.problem.gpus) > 1
+        names = ", ".join(dict.fromkeys(f"{one} on {one.gpu}" if several else str(one) for one in ones))
         yield Text(f"  {names}: {reason}", style="dim")
 
 

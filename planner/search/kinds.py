@@ -182,7 +182,8 @@ def _worthwhile(
 def _noted(reason: str, kind: Kind, rejected: list[Rejected]) -> bool:
     """Note a reason, if there is one, and return whether there is."""
     if reason:
-        rejected.append(Rejected(kind.phase, kind.layout, kind.gpu, reason))
+        budget = kind.limits.max_tokens if kind.phase == "aggregated" else None
+        rejected.append(Rejected(kind.phase, kind.layout, kind.gpu, reason, budget))
     return bool(reason)
 
 
@@ -204,11 +205,9 @@ def _dominated(kind: Kind, others: list[Kind], saturation: dict[Kind, float]) ->
     """Return by how much a kind falls behind another that is no larger, or nothing when it keeps up."""
     rivals = [k for k in others if (k.phase, k.gpu) == (kind.phase, kind.gpu) and k.gpus <= kind.gpus]
     best = max(saturation[k] / k.gpus for k in rivals)
-    mine = saturation[kind] / kind.gpus
-    if mine >= _DOMINATED * best:
+    if saturation[kind] / kind.gpus >= _DOMINATED * best:
         return ""
-    step = f"with steps of {kind.limits.max_tokens} tokens it " if kind.phase == "aggregated" else ""
-    return f"{step}saturates at {mine:.3g} requests/s per GPU, where another layout reaches {best:.3g}"
+    return f"saturates below {_DOMINATED:.0%} of the {best:.3g} requests/s per GPU that another layout reaches"
 
 
 def _fits_nowhere(problem: Problem, rejected: Iterable[Rejected]) -> str:

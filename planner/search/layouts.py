@@ -63,6 +63,12 @@ class Rejected:
     layout: Layout
     gpu: str
     reason: str
+    max_tokens: int | None = None
+    """Token budget of a step, where only that one is meant."""
+
+    def __str__(self) -> str:
+        phase = "" if self.phase == "any" else f"{self.phase} "
+        return f"{phase}{self.layout}" + (f" ({self.max_tokens} tokens)" if self.max_tokens else "")
 
 
 def kv_blocks(model: ModelSpec, gpu: Gpu, layout: Layout, engine: Engine, max_tokens: int) -> int:
