@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from math import isfinite
+from math import isfinite, nan
 
 import numpy as np
 
 from planner import __version__
-from planner.cost.base import CostModel, TermError
+from planner.cost.base import BatchShape, CostModel, TermError
+from planner.cost.kernel import LINEAR, ROOFLINE, iteration_s
+from planner.errors import InputError
 from planner.options import Option
 from planner.pipeline import Plan
 from planner.search.layouts import Kind
@@ -29,9 +32,13 @@ from planner.specs.deployment import (
     Provenance,
     RouteSpec,
     SpreadSpec,
+    mistakes,
 )
 from planner.specs.layout import Layout
 from planner.specs.topology import GpuId
+
+_LONGEST_S = 86400.0
+"""Nobody waits longer than a day for one iteration."""
 
 
 def deployment_of(plan: Plan) -> Deployment:
@@ -79,7 +86,35 @@ def to_yaml(deployment: Deployment) -> str:
 
 def read_deployment(document: Document) -> Deployment:
     """Return the deployment in a document. Raises InputError with lines."""
-    return validate(Deployment, document)
+    version = document.data.get("version") if isinstance(document.data, dict) else None
+    if isinstance(version, int) and version > VERSION:
+        message = f"expected {VERSION}, got {version}: a newer planner wrote it; update this one (it is {__version__})"
+        raise InputError(document.fault(message, "version"))
+    deployment = validate(Deployment, document)
+    faults = [document.fault(message, *path) for message, path in mistakes(deployment)]
+    faults += [document.fault(why, "costs", key, "parameters") for key, why in _lawless(deployment)]
+    if faults:
+        raise InputError(faults)
+    return deployment
+
+
+def _lawless(deployment: Deployment) -> Iterator[tuple[str, str]]:
+    """Yield the costs that give no time at all to a prompt or a step: a simulation of them would never end."""
+    shapes = (BatchShape.prefill(1), BatchShape.prefill(4096), BatchShape.decode(1, 1), BatchShape.decode(256, 10**6))
+    for key, cost in deployment.costs.items():
+        if cost.parameters[0] not in (LINEAR, ROOFLINE):
+            yield key, f"expected {LINEAR} (linear) or {ROOFLINE} (roofline) first, got {cost.parameters[0]:g}"
+            continue
+        times_s = [_time_s(cost.parameters, shape) for shape in shapes]
+        if not all(0 < time_s < _LONGEST_S for time_s in times_s):
+            yield key, f"expected times above 0 and under {_LONGEST_S:g} s, got {', '.join(f'{t:g}' for t in times_s)}"
+
+
+def _time_s(parameters: tuple[float, ...], shape: BatchShape) -> float:
+    try:
+        return float(iteration_s(np.array(parameters), *shape))
+    except (ZeroDivisionError, OverflowError, ValueError):
+        return nan
 
 
 def _rounded(value: float) -> float:

@@ -20,6 +20,7 @@ from planner.errors import Fault, InputError
 MAX_FILE_BYTES = 64 * 2**20
 _MAX_NODES = 1_000_000
 _MAX_DEPTH = 100
+_UNITS = {"bytes_per_s": "bytes/s", "flop_per_s": "FLOP/s", "_rps": "requests/s", "_bytes": "bytes", "_s": "s"}
 _NAME = "a name of letters, digits and . _ / + - that begins with a letter or digit"  # the only pattern there is
 
 Path_ = tuple[str | int, ...]
@@ -345,16 +346,22 @@ def _message(item: Any, known: Sequence[str]) -> str:
         "too_long": f"expected at most {context.get('max_length')} items" + got,
         "finite_number": "expected a finite number" + got,
         "literal_error": f"expected {context.get('expected')}" + got,
-        "greater_than": f"expected more than {context.get('gt')}" + got,
-        "greater_than_equal": f"expected at least {context.get('ge')}" + got,
-        "less_than": f"expected less than {context.get('lt')}" + got,
-        "less_than_equal": f"expected at most {context.get('le')}" + got + _percent(value, context),
+        "greater_than": f"expected more than {_bound(context.get('gt'), name)}" + got,
+        "greater_than_equal": f"expected at least {_bound(context.get('ge'), name)}" + got,
+        "less_than": f"expected less than {_bound(context.get('lt'), name)}" + got,
+        "less_than_equal": f"expected at most {_bound(context.get('le'), name)}" + got + _percent(value, context),
     }
     return _one_line(plain.get(kind, item["msg"].removeprefix("Value error, ")))
 
 
+def _bound(bound: Any, name: str) -> str:
+    """Return a bound with the SI unit that the field's name ends in, where it has one and the bound is not 0."""
+    unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "") if bound else ""
+    return f"{bound:g} {unit}" if unit else str(bound)
+
+
 def _percent(value: Any, context: dict[str, Any]) -> str:
-    bare = isinstance(value, int | float) and context.get("le") == 1 and 1 < value <= 100
+    bare = isinstance(value, int | float) and context.get("le") == 1 and 2 <= value <= 100
     return f"; for a percentage write {value}%" if bare else ""
 
 

@@ -5,43 +5,50 @@ Self-contained: it carries the cost models and the links' speeds, so `planner si
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.specs.base import Spec
+from planner.specs.base import Path_, Spec, suggest
 from planner.specs.engine import Engine
 from planner.specs.layout import Phase
 from planner.specs.slo import Slo
+from planner.specs.units import Count, CountOrZero
 
 VERSION = 1
+PARAMETERS = 20
+"""Numbers in the vector of a latency law, whatever its family."""
+
+Amount = Annotated[float, Field(ge=0, le=1e18)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Devices(Spec):
     """GPUs of one node, by device index."""
 
-    node: str
-    gpus: tuple[int, ...]
+    node: Text
+    gpus: Annotated[tuple[CountOrZero, ...], Field(min_length=1)]
 
 
 class LimitsSpec(Spec):
     """The engine's settings for one instance: exactly what was simulated."""
 
-    max_batch: int
-    max_tokens: int
-    kv_blocks: int
-    block_tokens: int
-    swap_bytes_per_s: float
+    max_batch: Count
+    max_tokens: Count
+    kv_blocks: Count
+    block_tokens: Count
+    swap_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
 
 
 class CostSpec(Spec):
     """The latency law of one kind of instance (`planner/cost/kernel.py` says what the parameters mean)."""
 
     family: str
-    parameters: tuple[float, ...]
-    stage_share: tuple[float, ...]
-    handoff_s: float
-    handoff_s_per_token: float
+    parameters: Annotated[tuple[Amount, ...], Field(min_length=PARAMETERS, max_length=PARAMETERS)]
+    stage_share: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)]
+    handoff_s: Amount
+    handoff_s_per_token: Amount
     unprofiled: bool
     held_out_error: dict[str, dict[str, float]]
     """Per phase: median, p95 and worst relative error on settings that were left out of the fit, and how many."""
@@ -51,11 +58,11 @@ class CostSpec(Spec):
 class InstanceSpec(Spec):
     """One instance and where it stands: `stages` lists the devices of each pipeline stage."""
 
-    name: str
+    name: Text
     phase: Phase
-    tp: int
-    pp: int
-    gpu: str
+    tp: Count
+    pp: Count
+    gpu: Text
     stages: tuple[tuple[Devices, ...], ...]
     nics: tuple[str, ...] = ()
     limits: LimitsSpec
@@ -67,7 +74,7 @@ class Hop(Spec):
     """A link on a route and the share of the KV bytes that crosses it."""
 
     link: str
-    share: float
+    share: Annotated[float, Field(gt=0, le=1)]
 
 
 class RouteSpec(Spec):
@@ -75,19 +82,19 @@ class RouteSpec(Spec):
 
     source: str
     target: str
-    weight: float
+    weight: Annotated[float, Field(ge=0, le=1)]
     """Share of the prefill instance's requests, as replayed."""
-    fixed_s: float
+    fixed_s: Amount
     hops: tuple[Hop, ...]
 
 
 class LinkSpec(Spec):
     """One direction of a link."""
 
-    name: str
-    bytes_per_s: float
+    name: Text
+    bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     """Effective: what was planned with."""
-    nominal_bytes_per_s: float
+    nominal_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     assumed: bool
     """True when its efficiency is a default and nobody measured it here."""
 
@@ -152,14 +159,85 @@ class Deployment(Spec):
     model: str
     dtype: str
     kv_dtype: str
-    kv_bytes_per_token: float
+    kv_bytes_per_token: Amount
     cluster: str
     engine: Engine
-    slo: tuple[Slo, ...]
+    slo: Annotated[tuple[Slo, ...], Field(min_length=1)]
     workload: dict[str, float | str | None]
-    instances: tuple[InstanceSpec, ...]
+    instances: Annotated[tuple[InstanceSpec, ...], Field(min_length=1)]
     routes: tuple[RouteSpec, ...]
     links: tuple[LinkSpec, ...]
     costs: dict[str, CostSpec]
     prediction: Prediction
     provenance: Provenance
+
+
+def mistakes(deployment: Deployment) -> Iterator[tuple[str, Path_]]:
+    """Yield what does not fit together in a deployment, each with its path in the file."""
+    names = {instance.name: instance for instance in deployment.instances}
+    links = {link.name for link in deployment.links}
+    yield from _twice([instance.name for instance in deployment.instances], "instances")
+    yield from _twice([link.name for link in deployment.links], "links")
+    for i, instance in enumerate(deployment.instances):
+        yield from _instance_mistakes(deployment, instance, ("instances", i))
+    yield from _device_mistakes(deployment)
+    for r, route in enumerate(deployment.routes):
+        for key, name, phase in (("source", route.source, "prefill"), ("target", route.target, "decode")):
+            if name not in names:
+                yield f"no instance called {name!r}{suggest(name, list(names))}", ("routes", r, key)
+            elif names[name].phase != phase:
+                yield f"expected a {phase} instance, got {name!r} ({names[name].phase})", ("routes", r, key)
+        for h, hop in enumerate(route.hops):
+            if hop.link not in links:
+                yield f"no link called {hop.link!r}{suggest(hop.link, list(links))}", ("routes", r, "hops", h, "link")
+    yield from _reach_mistakes(deployment)
+
+
+def _twice(names: list[str], key: str) -> Iterator[tuple[str, Path_]]:
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            yield f"a second one called {name!r}", (key, at, "name")
+
+
+def _instance_mistakes(deployment: Deployment, instance: InstanceSpec, at: Path_) -> Iterator[tuple[str, Path_]]:
+    costs = deployment.costs
+    if (instance.phase == "aggregated") != (deployment.mode == "aggregated"):
+        yield f"expected phases of mode {deployment.mode}, got {instance.phase}", (*at, "phase")
+    if instance.cost not in costs:
+        way_out = suggest(instance.cost, list(costs)) or f"; there are {', '.join(costs) or 'none'}"
+        yield f"no costs called {instance.cost!r}{way_out}", (*at, "cost")
+    elif len(costs[instance.cost].stage_share) != instance.pp:
+        given = len(costs[instance.cost].stage_share)
+        yield f"expected costs of {instance.pp} stages (pp), got {given} in {instance.cost!r}", (*at, "cost")
+    if len(instance.stages) != instance.pp:
+        yield f"expected {instance.pp} stages (pp), got {len(instance.stages)}", (*at, "stages")
+    for s, stage in enumerate(instance.stages):
+        ranks = sum(len(devices.gpus) for devices in stage)
+        if ranks != instance.tp:
+            yield f"expected {instance.tp} GPUs (tp), got {ranks}", (*at, "stages", s)
+
+
+def _device_mistakes(deployment: Deployment) -> Iterator[tuple[str, Path_]]:
+    """GPUs that are given away twice."""
+    owner: dict[tuple[str, int], str] = {}
+    for i, instance in enumerate(deployment.instances):
+        for s, stage in enumerate(instance.stages):
+            for d, devices in enumerate(stage):
+                for gpu in devices.gpus:
+                    first = owner.setdefault((devices.node, gpu), f"{instance.name} stage {s}")
+                    if first != f"{instance.name} stage {s}" or devices.gpus.count(gpu) > 1:
+                        message = f"GPU {devices.node}:{gpu} is already taken by {first}"
+                        yield message, ("instances", i, "stages", s, d, "gpus")
+
+
+def _reach_mistakes(deployment: Deployment) -> Iterator[tuple[str, Path_]]:
+    """Instances that no request would pass."""
+    if deployment.mode == "aggregated":
+        return
+    for phase in ("prefill", "decode"):
+        if not any(instance.phase == phase for instance in deployment.instances):
+            yield f"expected at least one {phase} instance in mode disaggregated", ("instances",)
+    sources = {route.source for route in deployment.routes}
+    for i, instance in enumerate(deployment.instances):
+        if instance.phase == "prefill" and instance.name not in sources:
+            yield f"no route leads from {instance.name!r} to a decode instance", ("instances", i, "name")

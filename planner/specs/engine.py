@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from planner.specs.base import Spec
-from planner.specs.units import Bytes, Count, Share
+from planner.specs.units import Bytes, Share
+
+Tokens = Annotated[int, Field(strict=True, ge=1, le=2**20)]
 
 
 class Engine(Spec):
@@ -19,9 +21,9 @@ class Engine(Spec):
     """Requests that one decode or aggregated instance runs at once."""
     max_prefill_batch: Annotated[int, Field(strict=True, ge=1, le=65536)] = 128
     """Prompts in one prefill batch."""
-    prefill_tokens: Count | None = None
+    prefill_tokens: Tokens | None = None
     """Token budget of a prefill batch; by default the smallest that nearly saturates the GPU (DistServe's L_m)."""
-    chunk_tokens: tuple[Count, ...] = (128, 256, 512, 1024, 2048)
+    chunk_tokens: Annotated[tuple[Tokens, ...], Field(min_length=1)] = (128, 256, 512, 1024, 2048)
     """Token budgets per step to try for the aggregated alternative (chunked prefill)."""
     memory_fraction: Share = 0.9
     """Share of the GPU's memory that the engine may use."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from planner.specs.base import Spec
-from planner.specs.engine import Engine
+from planner.specs.engine import Engine, Tokens
 from planner.specs.units import Count, Name, RequestsPerSecond
 
 Reference = str | dict[str, Any]
@@ -38,7 +38,7 @@ class Side(Spec):
     count: Count = 1
     tp: Count = 1
     pp: Count = 1
-    max_tokens: Count | None = None
+    max_tokens: Tokens | None = None
     """Token budget of an iteration; by default what the planner would choose."""
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,6 +17,7 @@ COLUMNS = ("phase", "tp", "pp", "batch", "prompt_tokens", "cached_tokens", "cont
 _REQUIRED = ("phase", "tp", "batch", "time_s")
 _DEFAULTS: dict[str, int] = {"pp": 1, "prompt_tokens": 0, "cached_tokens": 0, "context_tokens": 0}
 _LIMIT = 10**9
+_LONGEST_S = 86400.0
 
 
 class Sample(NamedTuple):
@@ -46,8 +46,8 @@ def row_fault(columns: tuple[str, ...], row: Any) -> str | None:
         if fault := _count_fault(name, values[name]):
             return fault
     time_s = values["time_s"]
-    if isinstance(time_s, bool) or not isinstance(time_s, int | float) or not 0 < time_s < math.inf:
-        return f"time_s: expected seconds above 0, got {_short(time_s)}"
+    if isinstance(time_s, bool) or not isinstance(time_s, int | float) or not 0 < time_s <= _LONGEST_S:
+        return f"time_s: expected seconds above 0 and up to {_LONGEST_S:g}, got {_short(time_s)}"
     needed = "prompt_tokens" if values["phase"] == "prefill" else "context_tokens"
     return None if values.get(needed, 0) > 0 else f"{needed}: a {values['phase']} row needs at least 1"
 
@@ -75,9 +75,7 @@ class Samples(Spec):
     def _known_columns(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
         unknown = [name for name in columns if name not in COLUMNS]
         if unknown or len(set(columns)) != len(columns):
-            raise ValueError(
-                f"expected columns out of {', '.join(COLUMNS)}, each once, got {', '.join(columns)}"
-            )
+            raise ValueError(f"expected columns out of {', '.join(COLUMNS)}, each once, got {', '.join(columns)}")
         if missing := [name for name in _REQUIRED if name not in columns]:
             raise ValueError(f"the columns {', '.join(missing)} are required")
         return columns
@@ -114,20 +112,35 @@ class Samples(Spec):
         return cls(columns=columns, rows=tuple(tuple(getattr(s, name) for name in columns) for s in found))
 
 
+Term = Annotated[float, Field(ge=-_LONGEST_S, le=_LONGEST_S)]
+
+
 class PrefillFit(Spec):
     """constant + per_token * sum(n) + per_attended * sum(n^2)  [s]."""
 
-    constant_s: float
-    per_token_s: float
-    per_attended_s: float
+    constant_s: Term
+    per_token_s: Term
+    per_attended_s: Term
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> PrefillFit:
+        if max(self.constant_s, self.per_token_s, self.per_attended_s) <= 0:
+            raise ValueError("expected at least one term above 0")
+        return self
 
 
 class DecodeFit(Spec):
     """constant + per_request * batch + per_context_token * sum(context)  [s]."""
 
-    constant_s: float
-    per_request_s: float
-    per_context_token_s: float
+    constant_s: Term
+    per_request_s: Term
+    per_context_token_s: Term
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> DecodeFit:
+        if max(self.constant_s, self.per_request_s, self.per_context_token_s) <= 0:
+            raise ValueError("expected at least one term above 0")
+        return self
 
 
 class Coefficients(Spec):

@@ -3,14 +3,16 @@ both."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
 
 from planner.specs.base import Spec
 from planner.specs.units import Name, Seconds, Share
 
+Bound = Annotated[Seconds, Field(ge=1e-6, le=86400)]
 TpotDefinition = Literal["decode", "inclusive"]
 
 _ROUNDING = 1e-9
@@ -21,8 +23,8 @@ class Slo(Spec):
     """Service level objective of one traffic class, judged per request and jointly (both bounds, same
     request)."""
 
-    ttft_s: Seconds
-    tpot_s: Seconds
+    ttft_s: Bound
+    tpot_s: Bound
     attainment: Share = 0.9
     name: Name | None = None
     share: Share | None = None

@@ -59,7 +59,7 @@ class WorkloadSpec(Spec):
     """Coefficient of variation of the gaps, for gamma arrivals; 1 is Poisson, more is burstier."""
     prompt_tokens: Count | None = None
     output_tokens: Count | None = None
-    rate_rps: Annotated[RequestsPerSecond, Field(ge=1e-6, le=1e6)] | None = None
+    rate_rps: RequestsPerSecond | None = None
     """The load to plan for. A trace is brought to it by stretching time, which keeps its burstiness."""
     slice: Slice | None = None
     on_bad_row: OnBadRow = "reject"
