@@ -73,7 +73,7 @@ def recorded() -> list[Recorded]:
 
 
 def _read(path: Path) -> Recorded:
-    rows = sorted(csv.DictReader(path.open()), key=lambda row: float(row["arrival_s"]))
+    rows = sorted(csv.DictReader(path.read_text().splitlines()), key=lambda row: float(row["arrival_s"]))
     arrival_s, prompt, output, ttft_ms, tpot_ms = (
         np.array([float(row[name] or "nan") for row in rows])
         for name in ("arrival_s", "prompt_tokens", "output_tokens", "ttft_ms", "tpot_ms")

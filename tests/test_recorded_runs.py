@@ -39,7 +39,7 @@ def test_each_request_is_about_as_fast_as_recorded(run: Recorded):
 
 
 def test_the_tails_of_overload_come_out_of_the_mechanism():
-    """At 10.5 requests/s the decode side fills up: P90 of TTFT is 43 s and of TPOT 4 s, from back-pressure and swapping."""
+    """At 10.5 requests/s decode fills up: P90 of TTFT is 43 s and of TPOT 4 s, by back-pressure and swapping."""
     run = next(run for run in RUNS if run.rate == "10.5")
     simulated = replay(run, Overheads())
     for real, mine in ((run.ttft_s, simulated.ttft_s), (run.tpot_s, simulated.tpot_s)):
