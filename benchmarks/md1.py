@@ -24,7 +24,9 @@ def main() -> None:
     for load in (0.5, 0.8, 0.9):
         expected_s = load * SERVICE_S / (2 * (1 - load))
         mean_s = float(np.mean([mean_wait_s(system, load, seed) for seed in range(SEEDS)]))
-        print(f"| {load:.0%} | {mean_s * 1e3:.2f} | {expected_s * 1e3:.2f} | {mean_s / expected_s - 1:+.2%} |", flush=True)
+        print(
+            f"| {load:.0%} | {mean_s * 1e3:.2f} | {expected_s * 1e3:.2f} | {mean_s / expected_s - 1:+.2%} |", flush=True
+        )
 
 
 def mean_wait_s(system: System, load: float, seed: int) -> float:

@@ -17,8 +17,10 @@ from planner.cost.base import CostModel
 from planner.cost.kernel import iteration_s
 from planner.policies.routing import decode_load, pick_least, work_left_s
 from planner.simulator.clock import EVENT, drop_first
+from planner.simulator.in_loop import take_turn, wake_idle
 from planner.simulator.instance import (
     BATCH_DONE,
+    PULL_DONE,
     STAGE_FREE,
     admit_pulls,
     alone_s,
@@ -92,6 +94,16 @@ class KvPath:
 
 
 @dataclass(frozen=True, slots=True)
+class LoopPulls:
+    """A decode loop that awaits each migration by itself (DistServe's engine, see `in_loop.py`)."""
+
+    pull_s: float
+    """Time of one migration [s]."""
+    share: float = 0.05
+    """Blocks that accepted requests may hold before they run, as a share of all."""
+
+
+@dataclass(frozen=True, slots=True)
 class System:
     """What is simulated: instances, the ways between them, the links, and the engine's common settings."""
 
@@ -104,6 +116,8 @@ class System:
     """Who sends the first token: "decode" once the KV has arrived there, or "prefill" at once (DistServe)."""
     max_pulls: int = 4
     """Transfers that one decode instance runs at a time."""
+    loop_pulls: LoopPulls | None = None
+    """How a decode instance pulls between its steps; None: transfers run while steps go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +223,13 @@ def _step_done(w, lane, now_s, horizon_s):
     now_s = coast(w, lane, now_s, horizon_s)
     if now_s >= 0.0:
         finish_step(w, lane, now_s)
-        start_step(w, lane, now_s)
+        if w.scalar[0].pulls_in_loop != 0 and w.instance[i].phase == DECODE:
+            take_turn(w, lane, now_s)
+        else:
+            start_step(w, lane, now_s)
         if w.instance[i].phase == DECODE:
-            admit_pulls(w, i, now_s)
+            if w.scalar[0].pulls_in_loop == 0:
+                admit_pulls(w, i, now_s)
         elif w.instance[i].stages > 1:  # blocks that this lane let go of may be what an idle one waited for
             _start_lanes(w, i, now_s)
 
@@ -222,6 +240,8 @@ def _dispatch(w, kind, who, now_s):
         _prefilled(w, who, now_s)
     elif kind == STAGE_FREE:
         start_prefill(w, who, now_s)
+    elif kind == PULL_DONE:
+        _let_go(w, who, now_s)
     else:
         begin_pull(w, who, now_s)
 
@@ -300,6 +320,19 @@ def _prefilled(w, first, now_s):
             _send_to_decode(w, r, i, now_s)
         r = after
     start_prefill(w, i, now_s)
+    if w.scalar[0].pulls_in_loop != 0:
+        for d in range(len(w.instance)):
+            if w.instance[d].phase == DECODE:
+                wake_idle(w, d, now_s)
+
+
+@inlined
+def _let_go(w, r, now_s):
+    """The migration of request `r` has ended: the prefill side may use its blocks again."""
+    p = w.request[r].prefill_at
+    w.request[r].pull_end_s = now_s
+    take_blocks(w, p, -blocks_of(w, w.request[r].prompt))
+    start_prefill(w, p, now_s)
 
 
 @inlined
@@ -317,7 +350,8 @@ def _send_to_decode(w, r, i, now_s):
     w.instance[d].waiting_blocks += blocks_of(w, w.request[r].prompt + 1)
     w.scalar[0].waiting_pulls += 1
     push(w, d, r)
-    admit_pulls(w, d, now_s)
+    if w.scalar[0].pulls_in_loop == 0:
+        admit_pulls(w, d, now_s)
 
 
 @inlined
@@ -428,6 +462,9 @@ def _scalars(system: System) -> np.ndarray:
     rows["first_token_at_prefill"] = system.first_token_at == "prefill"
     rows["max_pulls"], rows["kv_bytes_per_token"] = system.max_pulls, system.kv_bytes_per_token
     rows["last_entry"] = rows["last_decode"] = -1
+    if system.loop_pulls is not None:
+        rows["pulls_in_loop"] = 1
+        rows["pull_s"], rows["pull_share"] = system.loop_pulls.pull_s, system.loop_pulls.share
     return rows
 
 

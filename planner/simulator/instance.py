@@ -15,7 +15,7 @@ from planner.simulator.network import begin_flow, settle
 from planner.simulator.queues import pop, push, push_front
 from planner.simulator.state import AGGREGATED, DECODE
 
-STAGE_FREE, BATCH_DONE, PULL_BEGINS = 0, 1, 2
+STAGE_FREE, BATCH_DONE, PULL_BEGINS, PULL_DONE = 0, 1, 2, 3
 _NO_LIMIT = 1 << 40
 
 
@@ -23,12 +23,12 @@ _NO_LIMIT = 1 << 40
 
 
 @inlined
-def _swapped(w, i):
+def swapped(w, i):
     return len(w.instance) + i
 
 
 @inlined
-def _joining(w, lane):
+def joining(w, lane):
     return 2 * len(w.instance) + lane
 
 
@@ -151,7 +151,7 @@ def start_prefill(w, i, now_s):
 def admit_pulls(w, i, now_s):
     """Let the requests that wait for decode instance `i` reserve blocks and begin to pull, in order."""
     me, line = w.instance[i], w.queue[i]
-    while line.size > 0 and w.queue[_swapped(w, i)].size == 0 and me.pulls < w.scalar[0].max_pulls:
+    while line.size > 0 and w.queue[swapped(w, i)].size == 0 and me.pulls < w.scalar[0].max_pulls:
         blocks = blocks_of(w, w.request[line.head].prompt + 1)
         if not admits(me.free_blocks, blocks, me.blocks, me.members, me.max_batch):
             return
@@ -178,10 +178,10 @@ def join_lane(w, i, r):
     """Assign request `r` to the emptiest lane of instance `i` and return that lane."""
     best, fewest = -1, 0
     for lane in range(w.instance[i].first_lane, w.instance[i].first_lane + w.instance[i].stages):
-        held = w.lane[lane].running + w.queue[_joining(w, lane)].size
+        held = w.lane[lane].running + w.queue[joining(w, lane)].size
         if best < 0 or held < fewest:
             best, fewest = lane, held
-    push(w, _joining(w, best), r)
+    push(w, joining(w, best), r)
     return best
 
 
@@ -189,7 +189,7 @@ def join_lane(w, i, r):
 
 
 @inlined
-def _enter_lane(w, lane, r, context):
+def enter_lane(w, lane, r, context):
     """Add a decoding request that holds `context` KV tokens (its newest token included)."""
     it, mine = w.request[r], w.lane[lane]
     it.key = (context - mine.steps) % w.residue.shape[1]
@@ -243,12 +243,13 @@ def start_step(w, lane, now_s):
     if mine.in_flight != 0:
         return
     _swap_in(w, i, lane)
-    joined = w.queue[_joining(w, lane)].size
-    first_joined = w.queue[_joining(w, lane)].head
-    while w.queue[_joining(w, lane)].size > 0:
-        r = pop(w, _joining(w, lane))
+    joined, first_joined = 0, w.queue[joining(w, lane)].head
+    waits = w.scalar[0].pulls_in_loop != 0 and w.queue[swapped(w, i)].size > 0  # there, those swapped out go first
+    while w.queue[joining(w, lane)].size > 0 and not waits:
+        r = pop(w, joining(w, lane))
+        joined += 1
         w.request[r].generated = 1
-        _enter_lane(w, lane, r, w.request[r].prompt + 1)
+        enter_lane(w, lane, r, w.request[r].prompt + 1)
     prefills, tokens, attended = 0, 0, 0.0
     if w.instance[i].phase == AGGREGATED:
         prefills, tokens, attended = _take_chunks(w, i, lane, now_s)
@@ -277,7 +278,8 @@ def finish_step(w, lane, now_s):
         mine.steps += 1
         mine.context += mine.running
         _finish_due(w, mine.instance, lane, now_s)
-        _grow(w, mine.instance, lane)
+        if w.scalar[0].pulls_in_loop == 0:
+            grow(w, mine.instance, lane)
     if w.instance[mine.instance].phase == AGGREGATED:
         _finish_chunks(w, mine.instance, lane, now_s)
 
@@ -311,8 +313,8 @@ def coast(w, lane, now_s, horizon_s):
 @inlined
 def _is_settled(w, i, lane):
     """Return True when nobody waits to join, to come back or to prefill here."""
-    waiting = w.queue[i].size + w.queue[_swapped(w, i)].size
-    return waiting + w.queue[_joining(w, lane)].size + w.queue[_chunking(w, lane)].size == 0
+    waiting = w.queue[i].size + w.queue[swapped(w, i)].size
+    return waiting + w.queue[joining(w, lane)].size + w.queue[_chunking(w, lane)].size == 0
 
 
 @inlined
@@ -329,7 +331,7 @@ def _finish_due(w, i, lane, now_s):
 
 
 @inlined
-def _grow(w, i, lane):
+def grow(w, i, lane):
     """Give a block to each request whose next token starts one; preempt the newest while there are too few."""
     me, mine = w.instance[i], w.lane[lane]
     at = (1 - mine.steps) % w.residue.shape[1]
@@ -341,7 +343,7 @@ def _grow(w, i, lane):
         me.preemptions += 1
         if me.phase == DECODE:
             mine.penalty_s += held * me.swap_s_per_block
-            push(w, _swapped(w, i), r)
+            push(w, swapped(w, i), r)
         else:
             me.members -= 1
             me.queued_s += alone_s(w, i, context)
@@ -353,16 +355,16 @@ def _grow(w, i, lane):
 @inlined
 def _swap_in(w, i, lane):
     """Bring back swapped-out requests, oldest first, while their blocks fit. The copy delays the step."""
-    me, line = w.instance[i], w.queue[_swapped(w, i)]
+    me, line = w.instance[i], w.queue[swapped(w, i)]
     while line.size > 0:
         context = w.request[line.head].prompt + w.request[line.head].generated
         blocks = blocks_of(w, context)
         if not admits(me.free_blocks, blocks, me.blocks, w.lane[lane].running, _NO_LIMIT):
             return
-        r = pop(w, _swapped(w, i))
+        r = pop(w, swapped(w, i))
         take_blocks(w, i, blocks)
         w.lane[lane].penalty_s += blocks * me.swap_s_per_block
-        _enter_lane(w, lane, r, context)
+        enter_lane(w, lane, r, context)
 
 
 # ---- aggregated instances: chunked prefill
@@ -428,7 +430,7 @@ def _finish_chunks(w, i, lane, now_s):
             check_ttft(w, r, now_s)
         it.generated += 1
         if it.generated < it.output:
-            _enter_lane(w, lane, r, context + 1)
+            enter_lane(w, lane, r, context + 1)
         else:
             take_blocks(w, i, -blocks_of(w, context + 1))
             w.instance[i].members -= 1

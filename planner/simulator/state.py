@@ -49,7 +49,7 @@ GOAL = np.dtype([("ttft_s", "f8"), ("tpot_s", "f8"), ("inclusive", "i8"), ("budg
 SCALAR = np.dtype([
     ("block_tokens", "i8"), ("first_token_at_prefill", "i8"), ("max_pulls", "i8"), ("kv_bytes_per_token", "f8"),
     ("events", "i8"), ("steps", "i8"), ("serial", "i8"), ("waiting_pulls", "i8"), ("flows", "i8"), ("settled_s", "f8"),
-    ("last_entry", "i8"), ("last_decode", "i8"),
+    ("last_entry", "i8"), ("last_decode", "i8"), ("pulls_in_loop", "i8"), ("pull_s", "f8"), ("pull_share", "f8"),
 ])
 
 
