@@ -157,26 +157,53 @@ def compared(problem: Problem, kinds: Kinds, trials: Trials, wanted: Compared, p
 
     Raises InputError when there can be no such instances, with the reason, or when they do not fit on the cluster.
     """
-    sides = {"prefill": wanted.prefill, "decode": wanted.decode, "aggregated": wanted.aggregated}
-    chosen = [
-        (_kind_of(kinds, phase, side, wanted.name), side.count) for phase, side in sides.items() if side is not None
-    ]
+    chosen = [(_kind_of(kinds, phase, side), side.count) for phase, side in _sides(wanted)]
     bound = min(kinds.saturation[kind] * count for kind, count in chosen)
     one = Scored(Combination(tuple(chosen), bound), 0.7 * bound)
     finalist = _replayed(problem, trials, one)
     if finalist is None:
-        raise InputError(f"compare {wanted.name!r}: {one.combination} does not fit on {problem.topology.name}")
+        message = f"{wanted.name}: {one.combination} does not fit on {problem.topology.name}"
+        raise InputError(problem.fault(message, "compare", problem.compare.index(wanted)))
     return _quoted(problem, kinds, trials, finalist, None, (), (), progress)
 
 
-def _kind_of(kinds: Kinds, phase: str, side: Side, name: str) -> Kind:
+def check_compared(problem: Problem, kinds: Kinds) -> None:
+    """Raise InputError for layouts of the user's own that cannot be, before anything is searched."""
+    faults = []
+    for index, wanted in enumerate(problem.compare):
+        for phase, side in _sides(wanted):
+            if not _legal(kinds, phase, side):
+                message = f"{wanted.name}: {_why_not(problem, kinds, phase, Layout(side.tp, side.pp))}"
+                faults.append(problem.fault(message, "compare", index, phase))
+        asked, have = sum(side.count * side.tp * side.pp for _, side in _sides(wanted)), len(problem.topology.gpus)
+        if asked > have:
+            message = f"{wanted.name}: takes {asked} GPUs, and {problem.topology.name} has {have}"
+            faults.append(problem.fault(message, "compare", index))
+    if faults:
+        raise InputError(faults)
+
+
+def _sides(wanted: Compared) -> list[tuple[str, Side]]:
+    sides = (("prefill", wanted.prefill), ("decode", wanted.decode), ("aggregated", wanted.aggregated))
+    return [(phase, side) for phase, side in sides if side is not None]
+
+
+def _legal(kinds: Kinds, phase: str, side: Side) -> list[Kind]:
+    return [kind for kind in kinds.all_legal if (kind.phase, kind.layout) == (phase, Layout(side.tp, side.pp))]
+
+
+def _why_not(problem: Problem, kinds: Kinds, phase: str, layout: Layout) -> str:
+    """Return why there is no such instance."""
+    reasons = [
+        r.reason for r in kinds.rejected if r.layout in (layout, Layout(layout.tp)) and r.phase in (phase, "any")
+    ]
+    fault = problem.model.tp_fault(layout.tp) or problem.model.pp_fault(layout.pp) or next(iter(reasons), "")
+    return f"no {phase} {layout} here: {fault or 'search.max_tp and search.max_pp limit what is considered'}"
+
+
+def _kind_of(kinds: Kinds, phase: str, side: Side) -> Kind:
     """Return the legal kind that a side asks for, with its token budget if it has one."""
-    layout = Layout(side.tp, side.pp)
-    found = [kind for kind in kinds.all_legal if (kind.phase, kind.layout) == (phase, layout)]
-    if not found:
-        reasons = [r.reason for r in kinds.rejected if r.layout == layout and r.phase in (phase, "any")]
-        why = f": {reasons[0]}" if reasons else "; search.max_tp and search.max_pp limit what is considered"
-        raise InputError(f"compare {name!r}: no {phase} {layout} here{why}")
+    found = _legal(kinds, phase, side)
     if side.max_tokens is None:
         return found[-1]
     resized = with_budget(found[-1], side.max_tokens)

@@ -14,6 +14,7 @@ from planner.options import (
     best_aggregated,
     best_disaggregated,
     capacity_bound_rps,
+    check_compared,
     compared,
     trials_for,
 )
@@ -68,6 +69,7 @@ def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     # 1. profile -> cost models -> every legal instance, and why the others are not
     progress("fitting cost models")
     kinds = find_kinds(problem)
+    check_compared(problem, kinds)
     trials = trials_for(problem, kinds)
 
     # 2. joint search on a free network -> placement program -> named GPUs -> check -> replay on the real links

@@ -259,8 +259,8 @@ def test_a_generic_trace_takes_seconds_milliseconds_and_dates(tmp_path: Path) ->
         ("timestamp,isl,osl\n1,2,3\n1,2,3\n", None, "one instant"),
         ("timestamp,isl,osl\n1,2,3\n", None, "one instant"),
         (b"timestamp,isl,osl\n1,\xff,3\n", 2, "UTF-8"),
-        (b"\n\n \r\n", None, "no requests"),
-        (b"", None, "no requests"),
+        (b"\n\n \r\n", 1, "no requests"),
+        (b"", 1, "no requests"),
     ],
 )
 def test_a_faulty_trace_gives_the_line_and_the_reason(

@@ -18,6 +18,7 @@ from planner.sources.problem import Problem
 from planner.specs.cluster import EFFICIENCY
 from planner.specs.gpu import Gpu
 from planner.specs.layout import Layout
+from planner.specs.profile import Profile
 from planner.specs.topology import GpuId, Unit
 from planner.specs.units import show_seconds
 
@@ -53,7 +54,7 @@ def find_kinds(problem: Problem) -> Kinds:
             found += list(_kinds(problem, gpu, degrees, 16, rejected, above=problem.search.max_pp))
         kinds += found
     if not _complete(kinds):
-        raise InputError(_fits_nowhere(problem, rejected))
+        raise InputError(problem.fault(_fits_nowhere(problem, rejected), "cluster"))
     saturation = {kind: saturation_rps(kind, problem.workload, problem.slos) for kind in kinds}
     kept = _worthwhile(problem, kinds, saturation, rejected)
     by_phase = {
@@ -85,7 +86,15 @@ def _degrees(problem: Problem, gpu: Gpu, rejected: list[Rejected]) -> Iterator[t
             reason = f"profile {profile.name} measured NVLink, but here {tp} GPUs are not all joined by it"
             rejected.append(Rejected("any", Layout(tp), gpu.name, reason))
         else:
-            yield tp, fit(profile, problem.model, gpu, tp)
+            yield tp, _fitted(problem, profile, gpu, tp)
+
+
+def _fitted(problem: Problem, profile: Profile, gpu: Gpu, tp: int) -> CostModel:
+    """Return the cost model that a profile gives at one degree. Raises InputError at the profile's line."""
+    try:
+        return fit(profile, problem.model, gpu, tp)
+    except InputError as error:
+        raise InputError([problem.fault(fault.message, "profiles") for fault in error.faults]) from None
 
 
 def _largest_unit(problem: Problem, gpu: Gpu) -> Unit:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class Problem:
     seed: int
     digests: dict[str, str]
     """sha256 of each input, so that a plan can be traced to what it was made from."""
+    document: Document = field(repr=False, compare=False)
+    """Where all this stands, for the line of what turns out wrong later."""
 
     @property
     def gpus(self) -> dict[str, Gpu]:
@@ -55,6 +58,10 @@ class Problem:
     def notes(self) -> tuple[str, ...]:
         """What was skipped or assumed while reading."""
         return (*self.model.notes, *self.workload.notes, *self.topology.assumptions())
+
+    def fault(self, message: str, *path: str | int) -> Fault:
+        """Return a fault at this place of the problem file."""
+        return self.document.fault(message, *path)
 
     def profile_of(self, gpu: Gpu) -> Profile | None:
         """Return the profile measured on this GPU type, if any."""
@@ -82,15 +89,17 @@ def problem_of(document: Document) -> Problem:
     topology = part(lambda d: read_cluster(resolve("clusters", d)), "cluster")
     workload = part(lambda d: read_workload(resolve("workloads", d)), "workload")
     slos = part(_read_slos, "slo")
+    faults += _twice_compared(spec, document)
     if faults:
         raise InputError(faults)
-    profiles = _profiles(document, model, topology)
-    if model.max_positions is not None:
-        workload = workload.limited_to(model.max_positions)
-    rate_rps = spec.rate_rps or workload.spec.rate_rps
+    profiles = part(lambda d: _profiles(d, model, topology))
+    workload = part(lambda d: _limited(d, workload, model))
+    rate_rps = spec.rate_rps or (workload and workload.spec.rate_rps)
     objective = spec.objective or ("min_gpus" if rate_rps else "max_goodput")
-    if objective == "min_gpus" and rate_rps is None:
-        raise InputError(document.fault("min_gpus needs a load: give rate_rps, such as 4rps", "objective"))
+    if objective == "min_gpus" and workload is not None and rate_rps is None:
+        faults.append(document.fault("min_gpus needs a load: give rate_rps, such as 4rps", "objective"))
+    if faults:
+        raise InputError(faults)
     digests = {
         "problem": _digest(dump_json(document.data)),
         "model": _digest(model.model_dump_json()),
@@ -114,6 +123,7 @@ def problem_of(document: Document) -> Problem:
         spec.search,
         spec.seed,
         digests,
+        document,
     )
 
 
@@ -127,14 +137,50 @@ def _read_slos(document: Document) -> tuple[Slo, ...]:
         return (validate(Slo, document),)
     if not document.data:
         raise InputError(document.fault("expected at least one traffic class"))
-    slos = tuple(validate(Slo, document.at(index)) for index in range(len(document.data)))
-    if sum(slo.share or 0.0 for slo in slos) > 1.0 + 1e-9:
-        raise InputError(document.fault("the classes' shares add up to more than 100%"))
+    slos: list[Slo] = []
+    faults: list[Fault] = []
+    for index in range(len(document.data)):
+        try:
+            slos.append(validate(Slo, document.at(index)))
+        except InputError as error:
+            faults.extend(error.faults)
+    if faults := faults or list(_class_mistakes(slos, document)):
+        raise InputError(faults)
+    return tuple(slos)
+
+
+def _class_mistakes(slos: list[Slo], document: Document) -> Iterator[Fault]:
+    """Yield what does not fit together in several traffic classes."""
     names = [slo.name for slo in slos]
     for index, name in enumerate(names):
-        if name is None or name in names[:index]:
-            raise InputError(document.fault("several classes need a different name each", index, "name"))
-    return slos
+        if len(slos) > 1 and name is None:
+            yield document.fault("expected a name, since there are several classes", index, "name")
+        elif name in names[:index]:
+            yield document.fault(f"two classes are called {name!r}", index, "name")
+    given = sum(slo.share or 0.0 for slo in slos)
+    if given > 1.0 + 1e-9:
+        yield document.fault(f"expected shares that add up to 100%, got {given:.4g} of 1")
+    elif all(slo.share is not None for slo in slos) and given < 1.0 - 1e-3:
+        yield document.fault(f"expected shares that add up to 100%, got {given:.4g} of 1; leave one out for the rest")
+    elif given > 1.0 - 1e-9 and (bare := [i for i, slo in enumerate(slos) if slo.share is None]):
+        yield document.fault("no share is left for this class: the others add up to 100%", bare[0])
+
+
+def _twice_compared(spec: ProblemSpec, document: Document) -> Iterator[Fault]:
+    names = [one.name for one in spec.compare]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield document.fault(f"two layouts are called {name!r}", "compare", index, "name")
+
+
+def _limited(document: Document, workload: Workload, model: ModelSpec) -> Workload:
+    """Return the workload without requests that are too long for the model."""
+    if model.max_positions is None:
+        return workload
+    try:
+        return workload.limited_to(model.max_positions)
+    except InputError as error:
+        raise InputError([document.fault(fault.message, "workload") for fault in error.faults]) from None
 
 
 def _profiles(document: Document, model: ModelSpec, topology: Topology) -> tuple[Profile, ...]:
@@ -146,27 +192,34 @@ def _profiles(document: Document, model: ModelSpec, topology: Topology) -> tuple
     if asked == "auto":
         shipped = [read_profile(_preset(name)) for name in preset_names("profiles")]
         return tuple(p for p in shipped if model.is_called(p.model) and any(gpu.is_called(p.gpu) for gpu in gpus))
-    places = (
-        [document.at("profiles", i) for i in range(len(asked))]
-        if isinstance(asked, list)
-        else [document.at("profiles")]
-    )
+    if not asked:
+        raise InputError(document.fault("expected at least one profile; none plans from data sheets alone", "profiles"))
+    several = isinstance(asked, list)
     found: list[Profile] = []
-    for place in places:
-        profile = read_profile(resolve("profiles", place))
-        if not model.is_called(profile.model):
-            raise InputError(
-                place.fault(f"profile {profile.name} measured {profile.model}, but the model here is {model.name}")
-            )
-        if not any(gpu.is_called(profile.gpu) for gpu in gpus):
-            types = ", ".join(sorted({gpu.name for gpu in gpus}))
-            raise InputError(
-                place.fault(f"profile {profile.name} measured {profile.gpu}, which is not in this cluster ({types})")
-            )
-        if any(other.gpu == profile.gpu for other in found):
-            raise InputError(place.fault(f"a second profile of {profile.gpu}; give one per GPU type"))
+    faults: list[Fault] = []
+    for place in [document.at("profiles", i) for i in range(len(asked))] if several else [document.at("profiles")]:
+        try:
+            profile = read_profile(resolve("profiles", place))
+        except InputError as error:
+            faults.extend(error.faults)
+            continue
+        faults += [place.fault(message) for message in _profile_mistakes(profile, found, model, gpus)]
         found.append(profile)
+    if faults:
+        raise InputError(faults)
     return tuple(found)
+
+
+def _profile_mistakes(profile: Profile, others: list[Profile], model: ModelSpec, gpus: list[Gpu]) -> Iterator[str]:
+    """Yield why a profile cannot be used here."""
+    if not model.is_called(profile.model):
+        yield f"profile {profile.name} measured {profile.model}, but the model here is {model.name}"
+    gpu = next((gpu for gpu in gpus if gpu.is_called(profile.gpu)), None)
+    if gpu is None:
+        types = ", ".join(sorted({gpu.name for gpu in gpus}))
+        yield f"profile {profile.name} measured {profile.gpu}, which is not in this cluster ({types})"
+    elif any(gpu.is_called(other.gpu) for other in others):
+        yield f"a second profile of {gpu.name}; give one per GPU type"
 
 
 def _preset(name: str) -> Document:

@@ -211,7 +211,7 @@ def _rows(text: str, file: str, columns: _Columns) -> Iterator[_Row]:
     """Yield the rows of a CSV (with a header) or JSON Lines file, told apart by their first character."""
     filled = [(number, line) for number, line in enumerate(_lines(text), 1) if line.strip()]
     if not filled:
-        raise InputError(Fault("no requests: the file is empty", file))
+        raise InputError(Fault("no requests: the file is empty", file, 1))
     yield from (_json_rows if filled[0][1].lstrip().startswith("{") else _csv_rows)(filled, file, columns)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from planner.errors import Fault, InputError
 from planner.sources.traces import READERS, Table, cut
-from planner.specs.base import Document, dump_json, read_text, validate
+from planner.specs.base import Document, dump_json, locate, read_text, validate
 from planner.specs.workload import UNTIMED, Workload, WorkloadSpec, make_requests, make_workload
 
 
@@ -27,7 +26,7 @@ def read_workload(document: Document) -> Workload:
     if spec.source == "fixed":
         digest = hashlib.sha256(dump_json([spec.prompt_tokens, spec.output_tokens]).encode()).hexdigest()
         return _assembled("fixed", spec, _fixed(spec), digest, document)
-    path = _data_file(spec, document)
+    path = locate(document, spec.file or "", "file")
     table = READERS[spec.source](read_text(path), str(path), spec.on_bad_row)
     return _assembled(path.stem, spec, _sliced(table, spec, document), _digest(path), document)
 
@@ -81,13 +80,6 @@ def _fixed(spec: WorkloadSpec) -> Table:
         np.array([tokens], dtype=np.int64) for tokens in (spec.prompt_tokens, spec.output_tokens)
     )
     return Table(make_requests(np.zeros(1), prompt, output), ())
-
-
-def _data_file(spec: WorkloadSpec, document: Document) -> Path:
-    path = document.folder / (spec.file or "")
-    if not os.path.isfile(path):
-        raise InputError(document.fault(f"no such file {str(path)!r}", "file"))
-    return path
 
 
 def _digest(path: Path) -> str:

@@ -398,19 +398,27 @@ def resolve(family: str, document: Document) -> Document:
         raise InputError(document.fault(f"expected a preset name, a file or a mapping, got {_short(value)}"))
     if (preset := load_preset(family, value)) is not None:
         return preset
-    path = document.folder / value
+    if family == "workloads" and value.endswith((".csv", ".jsonl")):
+        way_out = f"for a trace give a mapping, such as {{source: trace, file: {value}}}"
+        raise InputError(document.fault(f"expected a preset name, a YAML file or a mapping, got {value!r}; {way_out}"))
     if "/" in value or value.endswith((".yaml", ".yml", ".json")):
-        if os.path.isdir(path):
-            raise InputError(document.fault(f"expected a file, got the folder {str(path)!r}"))
-        if not os.path.exists(path):
-            raise InputError(document.fault(f"no such file {str(path)!r}{_near_file(path)}"))
-        return load(path)
-    if os.path.isfile(path):
+        return load(locate(document, value))
+    if os.path.isfile(document.folder / value):
         raise InputError(document.fault(f"no preset named {value!r}; if the file is meant, write ./{value}"))
     names = preset_names(family)
     raise InputError(
         document.fault(f"no preset named {value!r}{suggest(value, names)}; shipped {family}: {', '.join(names)}")
     )
+
+
+def locate(document: Document, name: str, *path: str | int) -> Path:
+    """Return the path of a file that stands beside the document; without it, raise InputError at `path`'s line."""
+    found = document.folder / name
+    if os.path.isdir(found):
+        raise InputError(document.fault(f"expected a file, got the folder {str(found)!r}", *path))
+    if not os.path.exists(found):
+        raise InputError(document.fault(f"no such file {str(found)!r}{_near_file(found)}", *path))
+    return found
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -76,7 +76,7 @@ def show_seconds(value: float) -> str:
     """Return a time as people read it: `1.80 s`, `243 ms`, `12.3 us`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(value) >= scale or unit == "us":
-            return f"{value / scale:.3g} {unit}" if abs(value / scale) < 1000 else f"{value / scale:.0f} {unit}"
+            return f"{value / scale:{'.0f' if 1000 <= abs(value / scale) < 1e6 else '.3g'}} {unit}"
     raise AssertionError("unreachable")
 
 
