@@ -64,14 +64,18 @@ def plan_command(
         Path | None, typer.Option("--html", help="Write the report, with a picture of the cluster, here.")
     ] = None,
     mode: Annotated[Mode, typer.Option(help="Write this way of serving, whatever the verdict says.")] = Mode.auto,
-    seed: Annotated[int | None, typer.Option(help="Use this seed instead of the problem's.", min=0)] = None,
+    seed: Annotated[int | None, typer.Option(help="Use this seed instead of the problem's.", min=0, max=2**31)] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     from dataclasses import replace
 
     from planner.sources.problem import read_problem
+    from planner.specs.base import check_output
 
+    for path, others in ((output, [problem]), (html, [problem, *([output] if output else [])])):
+        if path is not None:
+            check_output(path, *others)
     question = read_problem(problem)
     if seed is not None:
         question = replace(question, seed=seed)
@@ -97,7 +101,7 @@ def plan_command(
     for piece in render(found):
         console.print(piece)
     if output is not None:
-        console.print(f"Deployment written to {output}")
+        console.print(f"Deployment written to {output}", soft_wrap=True)
 
 
 @app.command(
@@ -163,7 +167,10 @@ def simulate_command(
     json: Json = False,
 ) -> None:
     from planner.deploy import read_deployment
-    from planner.specs.base import dump_json, load, write_text
+    from planner.specs.base import check_output, dump_json, load, write_text
+
+    if records is not None:
+        check_output(records, deployment)
     from planner.what_if import records_csv, simulate_deployment, summary, summary_table
 
     spec = read_deployment(load(deployment))
@@ -221,15 +228,15 @@ def topology_show(
     from planner.topology_svg import to_svg
     from planner.topology_view import describe, describe_path, parse_gpu
 
-    topology = read_cluster(Document(cluster, "./cluster"))
+    if (from_ is None) != (to is None):
+        raise InputError("--from and --to go together, such as --from node0:0 --to node1:3")
+    topology = read_cluster(Document(cluster, "CLUSTER"))
     if svg is not None:
         write_text(svg, to_svg(topology))
     if json:
         print(dump_json(_topology_json(topology)))
         return
     console = _console()
-    if (from_ is None) != (to is None):
-        raise InputError("--from and --to go together, such as --from node0:0 --to node1:3")
     if from_ is not None and to is not None:
         console.print(describe_path(topology, parse_gpu(topology, from_), parse_gpu(topology, to)))
     else:
@@ -272,7 +279,7 @@ def _html(question: Any, pieces: Iterator[Any]) -> str:
 
     from planner.topology_svg import to_svg
 
-    console = Console(record=True, width=120, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=120, file=io.StringIO(), force_terminal=True, markup=False)
     for piece in pieces:
         console.print(piece)
     page = console.export_html(inline_styles=True)
@@ -280,11 +287,16 @@ def _html(question: Any, pieces: Iterator[Any]) -> str:
 
 
 def _console() -> Console:
-    """Return the console for results: as wide as the terminal, 100 columns when piped."""
+    """Return the console for results: as wide as the terminal, 100 columns when piped. Brackets are plain text."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "100") or 100)
-    return Console(width=width, highlight=False)
+    class ResultConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # `_run` knows what to do; rich would exit with 1
+
+    columns = os.environ.get("COLUMNS", "")
+    width = max(int(columns), 40) if columns.isascii() and columns.isdigit() else 100
+    return ResultConsole(width=None if sys.stdout.isatty() else width, highlight=False, markup=False)
 
 
 @contextlib.contextmanager
@@ -294,19 +306,21 @@ def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda step: None
         return
     from rich.console import Console
+    from rich.text import Text
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     if not console.is_terminal:
         yield lambda step: console.print(f"planner: {step}", soft_wrap=True)
         return
     with console.status("starting") as status:
-        yield status.update
+        yield lambda step: status.update(Text(step))
 
 
 def _run(arguments: list[str]) -> int:
     """Return the exit code of one command line, with every foreseen error as plain lines on stderr."""
     try:
         code = app(arguments, prog_name="planner", standalone_mode=False)
+        sys.stdout.flush()  # here, where a closed pipe is no surprise
         return code if isinstance(code, int) else 0
     except InputError as error:
         for fault in error.faults:
@@ -321,7 +335,7 @@ def _run(arguments: list[str]) -> int:
     except typer.Exit as error:
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our pipe has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -334,13 +348,15 @@ def _run(arguments: list[str]) -> int:
 
 
 def _usage(error: Exception) -> str | None:
-    """Return one line for a mistake on the command line itself, None for any other error."""
+    """Return what to say about a mistake on the command line itself, None for any other error."""
     format_message = getattr(error, "format_message", None)
     if format_message is None:
         return None
+    message = str(format_message()).replace("Value error, ", "")
+    if "\n" in message:  # no command was given: this is the help
+        return message
     context = getattr(error, "ctx", None)
-    hint = f" (try '{context.command_path} --help')" if context is not None else ""
-    return f"{format_message()}{hint}"
+    return f"{message} (try '{context.command_path if context is not None else 'planner'} --help')"
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MOST_REQUESTS = 5_000_000
+_LONGEST_S = 1e8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,18 +47,25 @@ def simulate_deployment(
     deployment: Deployment, workload: str, rate_rps: float | None, duration_s: float, seed: int
 ) -> Outcome:
     """Return what happens when `workload` (a preset or a file) meets the deployment. Raises InputError."""
-    loaded = read_workload(resolve("workloads", Document(workload, "./workload")))
+    loaded = read_workload(resolve("workloads", Document(workload, "--workload")))
     rate_rps = rate_rps if rate_rps is not None else loaded.design_rate_rps
     if rate_rps is None:
         raise InputError(f"workload {loaded.name} has no rate of its own; give --rate")
     if not (isfinite(rate_rps) and rate_rps > 0 and isfinite(duration_s) and duration_s > 0):
         raise InputError(f"expected a rate and a duration above 0, got {rate_rps} requests/s for {duration_s} s")
+    if not (1e-6 <= rate_rps <= 1e6 and duration_s <= _LONGEST_S):
+        raise InputError(
+            f"expected 1e-6 to 1e6 requests/s and at most {_LONGEST_S:g} s, got {rate_rps:g} for {duration_s:g} s"
+        )
     if rate_rps * duration_s > _MOST_REQUESTS:
         raise InputError(
             f"{rate_rps * duration_s:.3g} requests are more than {_MOST_REQUESTS:,}; give a shorter --duration"
         )
     trial = Trial(loaded, deployment.slo, duration_s, seed, most_requests=_MOST_REQUESTS)
-    return Outcome(deployment, loaded, rate_rps, trial.run(system_of(deployment), rate_rps), trial)
+    run = trial.run(system_of(deployment), rate_rps)
+    if not len(run.requests):
+        raise InputError(f"no request arrives in {duration_s:g} s at {rate_rps:g} requests/s; give a longer --duration")
+    return Outcome(deployment, loaded, rate_rps, run, trial)
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:

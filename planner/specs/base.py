@@ -421,14 +421,36 @@ def locate(document: Document, name: str, *path: str | int) -> Path:
     return found
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a file whole or not at all: into a neighbour first, then renamed over it."""
+def check_output(path: str | Path, *inputs: str | Path) -> None:
+    """Raise InputError when `path` cannot be written, or is one of the inputs: before the work, not after it."""
     path = Path(path)
+    if any(os.path.realpath(path) == os.path.realpath(one) for one in inputs):
+        raise InputError(Fault("would overwrite the input; give another file", str(path)))
+    if os.path.isdir(path) or not path.name:
+        raise InputError(Fault("cannot be written: expected a file, got a folder", str(path)))
+    folder = next(folder for folder in Path(os.path.realpath(path)).parents if os.path.lexists(folder))
+    if not os.path.isdir(folder):
+        raise InputError(Fault(f"cannot be written: {str(folder)!r} is not a folder", str(path)))
+    if not os.access(folder, os.W_OK):
+        raise InputError(Fault(f"cannot be written: no permission in {str(folder)!r}", str(path)))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file whole or not at all: into a neighbour first, then renamed over it. Raises InputError."""
+    check_output(path)
+    target = Path(os.path.realpath(path))  # what a link points to, not the link
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        if target.exists() and not target.is_file():  # a pipe or /dev/stdout: nothing to rename over
+            target.write_text(text, encoding="utf-8", newline="\n")
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write_whole(target, text)
     except OSError as error:
         raise InputError(Fault(f"cannot be written: {error.strerror or error}", str(path))) from None
+
+
+def _write_whole(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
@@ -436,9 +458,6 @@ def write_text(path: str | Path, text: str) -> None:
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
-    except OSError as error:
-        Path(name).unlink(missing_ok=True)
-        raise InputError(Fault(f"cannot be written: {error.strerror or error}", str(path))) from None
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
