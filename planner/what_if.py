@@ -53,13 +53,13 @@ def simulate_deployment(
         raise InputError(f"workload {loaded.name} has no rate of its own; give --rate")
     if not (isfinite(rate_rps) and rate_rps > 0 and isfinite(duration_s) and duration_s > 0):
         raise InputError(f"expected a rate and a duration above 0, got {rate_rps} requests/s for {duration_s} s")
-    if not (1e-6 <= rate_rps <= 1e6 and duration_s <= _LONGEST_S):
-        raise InputError(
-            f"expected 1e-6 to 1e6 requests/s and at most {_LONGEST_S:g} s, got {rate_rps:g} for {duration_s:g} s"
-        )
     if rate_rps * duration_s > _MOST_REQUESTS:
         raise InputError(
             f"{rate_rps * duration_s:.3g} requests are more than {_MOST_REQUESTS:,}; give a shorter --duration"
+        )
+    if not (1e-6 <= rate_rps <= 1e6 and duration_s <= _LONGEST_S):
+        raise InputError(
+            f"expected 1e-6 to 1e6 requests/s and at most {_LONGEST_S:g} s, got {rate_rps:g} for {duration_s:g} s"
         )
     trial = Trial(loaded, deployment.slo, duration_s, seed, most_requests=_MOST_REQUESTS)
     run = trial.run(system_of(deployment), rate_rps)
