@@ -283,28 +283,30 @@ def _runners_up(plan: Plan) -> list[tuple[str, int, float, str]]:
             if name in seen or len(seen) > 4:
                 continue
             seen.add(name)
-            rows.append((name, one.combination.gpus, *_why(option, one, replayed.get(name), demand_rps)))
+            rows.append((name, one.combination.gpus, *_why(option, one, replayed, demand_rps)))
     return rows
 
 
-def _why(option: Option, one: Scored, real_rps: float | None, demand_rps: float | None) -> tuple[float, str]:
-    """Return the goodput of a runner-up and why it lost."""
-    best = option.report.rate_rps if option.rate.goodput_rps == 0 else option.rate.goodput_rps
+def _why(option: Option, one: Scored, replayed: dict[str, float], demand_rps: float | None) -> tuple[float, str]:
+    """Return the goodput of a runner-up and why it lost.
+
+    Candidates were ranked in short runs, so their rates are brought to the scale of the claim by what the winner
+    reached in those.
+    """
+    real_rps, winner = replayed.get(str(one.combination)), option.placed.layout
     if demand_rps is not None and (real_rps is None or real_rps >= demand_rps):
         more = one.combination.gpus - option.gpus
         return one.goodput_rps, f"{more:+d} GPUs for the same load" if more else "as few GPUs; not looked at further"
-    if real_rps is not None and real_rps < 0.97 * one.goodput_rps:
-        return real_rps, f"the network takes it from {_rps(one.goodput_rps)} to {_rps(real_rps)}"
     rps = one.goodput_rps if real_rps is None else real_rps
-    behind = rps / best - 1
+    behind = rps / replayed.get(winner, option.rate.goodput_rps or option.report.rate_rps) - 1
+    shown_rps = option.rate.goodput_rps * (1 + behind)
     if behind > -0.03:
-        return rps, "as good within the noise" + (
-            f", {one.combination.gpus} GPUs" if one.combination.gpus != option.gpus else ""
-        )
-    sides = {kind.phase for kind, _ in one.combination.kinds}
-    return rps, f"{behind:+.0%}; saturates at {_rps(one.combination.bound_rps)}" + (
-        "" if len(sides) < 2 else " (weaker side)"
-    )
+        more = one.combination.gpus - option.gpus
+        return shown_rps, "as good within the noise" + (f", {more:+d} GPUs" if more else "")
+    if real_rps is not None and real_rps < 0.97 * one.goodput_rps:
+        return shown_rps, f"{behind:+.0%}; the network takes {1 - real_rps / one.goodput_rps:.0%} of its rate"
+    weaker = " (weaker side)" if len({kind.phase for kind, _ in one.combination.kinds}) > 1 else ""
+    return shown_rps, f"{behind:+.0%}; saturates at {_rps(one.combination.bound_rps)}{weaker}"
 
 
 def _others(rows: list[tuple[str, int, float, str]]) -> RenderableType:
