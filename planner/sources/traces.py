@@ -99,8 +99,9 @@ class _Ledger:
             return (f"bad rows skipped: {len(self.faults)} (first: {first})",)
         shown, more = self.faults[:_MOST_FAULTS], len(self.faults) - _MOST_FAULTS
         way_out = "on_bad_row: skip leaves bad rows out"
-        rest = f"and {more} more; {way_out}" if more > 0 else way_out
-        raise InputError([*shown, Fault(rest, self.file)])
+        if more > 0:
+            raise InputError([*shown, Fault(f"and {more} more; {way_out}", self.file)])
+        raise InputError([*shown[:-1], replace(shown[-1], message=f"{shown[-1].message}; {way_out}")])
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from planner.errors import Fault, InputError
 
 MAX_FILE_BYTES = 64 * 2**20
-_MAX_NODES = 1_000_000
+_MAX_ALIASED = 100_000
 _MAX_DEPTH = 100
 _UNITS = {"bytes_per_s": "bytes/s", "flop_per_s": "FLOP/s", "_rps": "requests/s", "_bytes": "bytes", "_s": "s"}
 _NAME = "a name of letters, digits and . _ / + - that begins with a letter or digit"  # the only pattern there is
@@ -85,10 +85,12 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 as plain data: `no` and `12:30` are text, `1e9` is a number, every key is text, no other tags."""
 
     depth = 0
+    nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Return the next node; refuse nesting that would overflow the stack further on."""
         self.depth += 1
+        self.nodes += 1
         if self.depth > _MAX_DEPTH:
             message = f"expected at most {_MAX_DEPTH} levels, got more"
             raise yaml.constructor.ConstructorError(None, None, message, self.peek_event().start_mark)
@@ -202,7 +204,7 @@ def _parsed(text: str, file: str) -> Document:
         if root is None:
             raise InputError(Fault("expected a mapping, got an empty file", file, 1))
         document = Document(None, file)
-        _mark(root, (), document, [])
+        _mark(root, (), document, [], loader.nodes + _MAX_ALIASED)
         return replace(document, data=loader.construct_document(root))
     finally:
         loader.dispose()
@@ -224,19 +226,19 @@ def _one_line(what: object) -> str:
     return " ".join(str(what).split())
 
 
-def _mark(node: yaml.Node, path: Path_, document: Document, open_: list[int]) -> None:
-    """Record where every key and item stands; refuse duplicate keys and aliases that contain themselves."""
+def _mark(node: yaml.Node, path: Path_, document: Document, open_: list[int], most: int) -> None:
+    """Record where every key and item stands (`most` at most); refuse duplicate keys and endless aliases."""
     place = document.marks[path] = (node.start_mark.line + 1, node.start_mark.column + 1)
-    if len(document.marks) > _MAX_NODES or id(node) in open_ or len(open_) > _MAX_DEPTH:
+    if len(document.marks) > most or id(node) in open_ or len(open_) > _MAX_DEPTH:
         raise InputError(Fault("expected plain data, got aliases that unfold without end", document.file, *place))
     open_.append(id(node))
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             _mark_key(key, path, document)
-            _mark(value, (*path, key.value), document, open_)
+            _mark(value, (*path, key.value), document, open_, most)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            _mark(value, (*path, index), document, open_)
+            _mark(value, (*path, index), document, open_, most)
     open_.pop()
 
 
@@ -269,6 +271,8 @@ def _faults(kind: type[Spec], document: Document, error: ValidationError) -> Ite
             members.setdefault(path, []).append(_message(item, ()))
     seen: set[Path_] = set()
     for path, item in items:
+        if item["type"] == "too_short" and _any_below(path, items):
+            continue  # only the faulty items are missing
         if len(path) == len(item["loc"]):
             message = _message(item, _known_keys(kind, item["loc"]))
             place = document.key_fault if item["type"] == "extra_forbidden" else document.fault
