@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from planner.cost.base import CostModel
 from planner.cost.fit import fit_report
 from planner.deploy import claim_of, deployment_of
 from planner.options import Option
@@ -61,6 +62,7 @@ def render(plan: Plan) -> Iterator[RenderableType]:
     yield Text(plan.verdict.headline, style=f"bold {style}")
     yield Text(plan.verdict.reason[0].upper() + plan.verdict.reason[1:] + ".")
     yield Text(_question(plan), style="dim")
+    yield Text(_confidence(plan), style="dim")
     yield _options(plan)
     yield _instances(plan.chosen)
     yield _latencies(plan.chosen)
@@ -99,6 +101,32 @@ def _question(plan: Plan) -> str:
         f"{problem.model.name} on {problem.topology.name}, {load}{workload.name} ({lengths}, {workload.spec.process} "
         f"arrivals), {bounds}"
     )
+
+
+def _confidence(plan: Plan) -> str:
+    """Return how well the latencies of the instances in question are known."""
+    costs = _costs_used(plan)
+    if any(cost.unprofiled for cost in costs):
+        worst = max(error.median for cost in costs if (error := cost.decode_error) is not None)
+        return (
+            f"Latencies are data-sheet estimates, off by {worst:.0%} at the median elsewhere: profile these GPUs before "
+            "you rely on this."
+        )
+    known = {
+        "prefill": [cost.prefill_error.median for cost in costs if cost.prefill_error is not None],
+        "decode": [cost.decode_error.median for cost in costs if cost.decode_error is not None],
+    }
+    parts = [f"{max(errors):.1%} in {phase}" for phase, errors in known.items() if errors]
+    if not parts:
+        return "Latencies are published fits without a held-out error."
+    return f"Latencies are off by up to {' and '.join(parts)} at the median, on measurements left out of the fit."
+
+
+def _costs_used(plan: Plan) -> list[CostModel]:
+    """Return the cost models of the tensor-parallel degrees that either way uses."""
+    options = [option for option in (plan.disaggregated, plan.aggregated) if option is not None]
+    used = {kind.layout.tp for option in options for kind in option.placed.kinds}
+    return [cost for cost in plan.kinds.costs if cost.layout.tp in used]
 
 
 def _rps(value: float) -> str:
@@ -262,10 +290,7 @@ def _fit(plan: Plan) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    used = {
-        kind.layout.tp for option in (plan.disaggregated, plan.aggregated) if option for kind in option.placed.kinds
-    }
-    costs = [cost for cost in plan.kinds.costs if cost.layout.tp in used]
+    costs = _costs_used(plan)
     return Group(fit_table(costs), *(Text(f"  {note}", style="dim") for note in fit_notes(costs)), Text(""))
 
 
@@ -341,11 +366,18 @@ def _speed_up(plan: Plan) -> list[str]:
     return [text] if factor > 2 else []
 
 
+def _mixed_steps(plan: Plan) -> list[str]:
+    """Return what the aggregated way's latencies rest on."""
+    if plan.aggregated is None:
+        return []
+    return ["aggregated steps that mix prompt chunks with decodes follow a stated law; no profile measured one"]
+
+
 def _notes(plan: Plan) -> Iterator[RenderableType]:
     from rich.text import Text
 
     yield Text("")
-    for note in (*_speed_up(plan), *plan.problem.notes):
+    for note in (*_speed_up(plan), *_mixed_steps(plan), *plan.problem.notes):
         yield Text(f"Note: {note}", style="dim")
     runs = plan.trials.ranking.tally[0] + plan.trials.quoting.tally[0]
     requests = plan.trials.ranking.tally[1] + plan.trials.quoting.tally[1]
