@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost.base import BatchShape, CostModel
+from planner.cost.base import BatchShape
 from planner.errors import InfeasibleError
 from planner.options import Option, Trials
 from planner.search.kinds import Kinds
@@ -18,14 +18,27 @@ from planner.simulator.metrics import attainment
 from planner.sources.problem import Problem
 from planner.specs.slo import Slo
 from planner.specs.units import show_seconds
+from planner.specs.workload import Workload
 
 _SAMPLE = 500
 """Requests that are looked at one by one to say what is achievable."""
+_CLEARLY = 1.1
+"""Beyond that a bound is out of reach however the sample was drawn."""
+
+
+def check_achievable(problem: Problem, kinds: Kinds) -> None:
+    """Raise InfeasibleError, before anything is simulated, when a request alone on an idle cluster is too slow."""
+    if _worst(problem, kinds).factor > _CLEARLY:
+        raise infeasible(problem, kinds)
+
+
+def _worst(problem: Problem, kinds: Kinds) -> _Hardest:
+    return max((_hardest(problem, kinds, slo) for slo in problem.slos), key=lambda hardest: hardest.factor)
 
 
 def infeasible(problem: Problem, kinds: Kinds) -> InfeasibleError:
     """Return the error that says which bound no layout can meet, the best achievable value, and what would help."""
-    worst = max((_hardest(problem, kinds, slo) for slo in problem.slos), key=lambda hardest: hardest.factor)
+    worst = _worst(problem, kinds)
     slo, best = worst.slo, show_seconds(worst.best_s)
     of_class = f" of class {slo.name}" if slo.name else ""
     where = f"{worst.kind.layout} on {worst.kind.gpu}, one request at a time"
@@ -64,33 +77,40 @@ class _Hardest(NamedTuple):
 
 def _hardest(problem: Problem, kinds: Kinds, slo: Slo) -> _Hardest:
     """Return the harder of a class's two bounds."""
-    terms = []
-    for term, bound_s, phase in (("TTFT", slo.ttft_s, "prefill"), ("TPOT", slo.tpot_s, "decode")):
-        able = [kind for kind in kinds.all_legal if kind.phase in (phase, "aggregated")]
-        alone = ((_alone_s(problem, kind, slo, term), kind) for kind in able)
-        best_s, kind = min(alone, key=lambda item: item[0])
-        terms.append(_Hardest(term, best_s, bound_s, kind, slo))
-    return max(terms, key=lambda hardest: hardest.factor)
+    prompts, outputs = _lengths(problem.workload)
+    firsts_s = [(_first_s(kind, prompts), kind) for kind in _laws(kinds, "prefill")]
+    least_s = np.min([first_s for first_s, _ in firsts_s], axis=0)
+    lasts_s = [(least_s + _decode_s(kind, prompts, outputs), kind) for kind in _laws(kinds, "decode")]
+    share = slo.attainment
+    ttft = min(((_quantile(first_s, share), kind) for first_s, kind in firsts_s), key=lambda item: item[0])
+    paces_s = ((np.nan_to_num(slo.request_tpot_s(0.0, least_s, last_s, outputs)), kind) for last_s, kind in lasts_s)
+    tpot = min(((_quantile(pace_s, share), kind) for pace_s, kind in paces_s), key=lambda item: item[0])
+    hardest = (_Hardest("TTFT", ttft[0], slo.ttft_s, ttft[1], slo), _Hardest("TPOT", tpot[0], slo.tpot_s, tpot[1], slo))
+    return max(hardest, key=lambda one: one.factor)
 
 
-def _alone_s(problem: Problem, kind: Kind, slo: Slo, term: str) -> float:
-    """Return the TTFT or TPOT [s] that `slo.attainment` of the requests stay within when each has `kind` to itself."""
-    table = problem.workload.table
+def _laws(kinds: Kinds, phase: str) -> list[Kind]:
+    """Return a kind of every layout that can do `phase`, alone or in an aggregated instance."""
+    able = [kind for kind in kinds.all_legal if kind.phase in (phase, "aggregated")]
+    return list({(kind.layout, kind.gpu): kind for kind in able}.values())
+
+
+def _lengths(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Return prompt and output tokens of up to 500 requests, evenly out of the table."""
+    table = workload.table
     rows = np.linspace(0, len(table) - 1, min(len(table), _SAMPLE)).round().astype(int)
-    lengths = zip(table.prompt_tokens[rows].tolist(), table.output_tokens[rows].tolist(), strict=True)
-    times_s = [_request_s(kind.cost, prompt, output, slo, term) for prompt, output in lengths]
-    return _quantile(np.array(times_s), slo.attainment)
+    return table.prompt_tokens[rows], table.output_tokens[rows]
 
 
-def _request_s(cost: CostModel, prompt: int, output: int, slo: Slo, term: str) -> float:
-    """Return the TTFT or TPOT [s] of one request alone; a TPOT of 0, which is met, for one token."""
-    first_s = (
-        cost.iteration_s(BatchShape.prefill(prompt)) if term == "TTFT" or slo.tpot_definition == "inclusive" else 0.0
-    )
-    if term == "TTFT" or output < 2:
-        return first_s if term == "TTFT" else 0.0
-    last_s = first_s + (output - 1) * cost.iteration_s(BatchShape.decode(1, prompt + output // 2))
-    return float(slo.request_tpot_s(0.0, first_s, last_s, output))
+def _first_s(kind: Kind, prompts: np.ndarray) -> np.ndarray:
+    """Return the time [s] that each prompt takes alone."""
+    return np.array([kind.cost.iteration_s(BatchShape.prefill(prompt)) for prompt in prompts.tolist()])
+
+
+def _decode_s(kind: Kind, prompts: np.ndarray, outputs: np.ndarray) -> np.ndarray:
+    """Return the time [s] of all decode steps of each request alone."""
+    held = (prompts + outputs // 2).tolist()
+    return (outputs - 1) * np.array([kind.cost.iteration_s(BatchShape.decode(1, context)) for context in held])
 
 
 def overloaded(problem: Problem, trials: Trials, able: Sequence[Option], demand_rps: float) -> InfeasibleError:

@@ -116,7 +116,10 @@ def _rough_goodput_rps(problem: Problem, kinds: Kinds, floor_s: float) -> float:
     for _ in range(6):
         trial = Trial(problem.workload, problem.slos, max(_PILOT_REQUESTS / rate_rps, floor_s), problem.seed)
         found = [goodput_rps(trial, build(p), p.bound_rps, 0.3) for p in pilots if p.bound_rps > 0]
-        before, rate_rps = rate_rps, max(max(found, default=0.0), 1e-3)
+        before, best = rate_rps, max(found, default=0.0)
+        if best <= 0:
+            break
+        rate_rps = max(best, 1e-3)
         if rate_rps > 0.5 * before:
             break
     return rate_rps

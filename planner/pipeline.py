@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from planner.errors import InputError
-from planner.infeasible import infeasible, overloaded
+from planner.infeasible import check_achievable, infeasible, overloaded
 from planner.options import (
     Option,
     Trials,
@@ -70,6 +70,7 @@ def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     progress("fitting cost models")
     kinds = find_kinds(problem)
     check_compared(problem, kinds)
+    check_achievable(problem, kinds)
     trials = trials_for(problem, kinds)
 
     # 2. joint search on a free network -> placement program -> named GPUs -> check -> replay on the real links

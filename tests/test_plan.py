@@ -516,8 +516,8 @@ def test_compare_shows_the_users_layouts_beside_the_plan():
     ("wanted", "why"),
     [
         ({"prefill": {"tp": 3}, "decode": {"tp": 1}}, "no prefill TP3"),
-        ({"prefill": {"tp": 4}, "decode": {"tp": 4}}, "does not fit"),
-        ({"aggregated": {"tp": 1, "count": 5}}, "does not fit"),
+        ({"prefill": {"tp": 4}, "decode": {"tp": 4}}, "takes 8 GPUs, and a100-4gpu has 4"),
+        ({"aggregated": {"tp": 1, "count": 5}}, "takes 5 GPUs, and a100-4gpu has 4"),
         ({"aggregated": {"tp": 64}}, "no aggregated TP64"),
     ],
 )
