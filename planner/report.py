@@ -109,8 +109,8 @@ def _confidence(plan: Plan) -> str:
     if any(cost.unprofiled for cost in costs):
         worst = max(error.median for cost in costs if (error := cost.decode_error) is not None)
         return (
-            f"Latencies are data-sheet estimates, off by {worst:.0%} at the median elsewhere: profile these GPUs before "
-            "you rely on this."
+            f"Latencies are data-sheet estimates, off by {worst:.0%} at the median elsewhere: profile these GPUs "
+            "before you rely on this."
         )
     known = {
         "prefill": [cost.prefill_error.median for cost in costs if cost.prefill_error is not None],
