@@ -58,6 +58,7 @@ bench: $(STAMPS)/compiled  ## Print simulated requests per CPU second and the CP
 
 recorded: $(STAMPS)/compiled  ## Replay recorded runs of a real engine, real beside simulated
 	@$(BIN)/python -m benchmarks.recorded_runs
+	@$(BIN)/python -m benchmarks.recorded_vllm
 
 md1: $(STAMPS)/compiled  ## Print the simulated wait of a queue beside the M/D/1 formula
 	@$(BIN)/python -m benchmarks.md1

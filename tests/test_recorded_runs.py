@@ -1,10 +1,11 @@
-"""The simulator against runs of a real engine: OPT-13B on A100 under DistServe, decode without pipeline stages."""
+"""The simulator against runs of real engines: OPT-13B on A100 under DistServe, and Llama-3.1-8B under vLLM."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from benchmarks import recorded_vllm as vllm
 from benchmarks.recorded_runs import BOUNDS_S, Overheads, Recorded, attainment, median_error, recorded, replay
 
 RUNS = [run for run in recorded() if run.decode_pp == 1]
@@ -44,3 +45,11 @@ def test_the_tails_of_overload_come_out_of_the_mechanism():
     simulated = replay(run, Overheads())
     for real, mine in ((run.ttft_s, simulated.ttft_s), (run.tpot_s, simulated.tpot_s)):
         assert np.nanpercentile(mine, 90) == pytest.approx(np.nanpercentile(real, 90), rel=0.1)
+
+
+@pytest.mark.parametrize(("card", "most"), [("RTX4090", 0.1), ("RTXPRO6000", 0.2)])
+def test_an_aggregated_instance_is_close_below_vllm_on_latencies_without_host_time(card: str, most: float):
+    """The layer tables hold no host work, so the simulated mean latency is too short, but not by much."""
+    requests, real = vllm.recorded(card)
+    simulated = vllm.replayed(card, requests)
+    assert 1 - most < np.mean(simulated.latency_s) / np.mean(real.latency_s) < 1
