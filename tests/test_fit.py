@@ -83,12 +83,8 @@ STEPS = [(b, k) for b in (1, 2, 4, 8, 16, 32, 64) for k in (256, 1024, 2048, 409
 
 def grid(law: CostModel, tp: int = 4) -> list[Sample]:
     """What a perfect profiler would see of `law`: 20 prefill and 28 decode settings, three repeats."""
-    prefill = [
-        Sample("prefill", tp, 1, b, n, 0, 0, law.iteration_s(BatchShape.prefill(n, b))) for b, n in PROMPTS
-    ]
-    decode = [
-        Sample("decode", tp, 1, b, 0, 0, k, law.iteration_s(BatchShape.decode(b, b * k))) for b, k in STEPS
-    ]
+    prefill = [Sample("prefill", tp, 1, b, n, 0, 0, law.iteration_s(BatchShape.prefill(n, b))) for b, n in PROMPTS]
+    decode = [Sample("decode", tp, 1, b, 0, 0, k, law.iteration_s(BatchShape.decode(b, b * k))) for b, k in STEPS]
     return 3 * [*prefill, *decode]
 
 
@@ -196,9 +192,7 @@ SPLITWISE = {
 @pytest.mark.parametrize(("kind", "tp"), sorted(SPLITWISE))
 def test_held_out_error_on_the_splitwise_table_stays_where_it_is(kind, tp):
     cost = splitwise(kind, tp)
-    for error, (median, p95) in zip(
-        (cost.prefill_error, cost.decode_error), SPLITWISE[kind, tp], strict=True
-    ):
+    for error, (median, p95) in zip((cost.prefill_error, cost.decode_error), SPLITWISE[kind, tp], strict=True):
         assert error.median < median and error.p95 < p95
         assert error.settings >= 7
     assert cost.measured_tokens[0] <= 512 and cost.measured_tokens[1] >= 2048
@@ -216,9 +210,7 @@ def test_repeats_are_no_settings():
 def test_a_setting_is_never_predicted_from_itself():
     """One setting is three times too slow: held out, it must be missed by two thirds, repeats or not."""
     samples = [
-        sample._replace(time_s=3 * sample.time_s)
-        if (sample.batch, sample.prompt_tokens) == (2, 512)
-        else sample
+        sample._replace(time_s=3 * sample.time_s) if (sample.batch, sample.prompt_tokens) == (2, 512) else sample
         for sample in grid(linear_law())
     ]
     error = fit(made_of(samples), model("llama2-70b"), gpu("h100-80gb"), 4).prefill_error
@@ -240,9 +232,7 @@ def test_a_big_grid_is_held_out_in_few_folds_that_cover_it():
 
 
 def test_the_same_profile_gives_the_same_bytes():
-    one, two = (
-        fit(profile("splitwise-llama2-70b-h100"), model("llama2-70b"), gpu("h100-80gb"), 4) for _ in range(2)
-    )
+    one, two = (fit(profile("splitwise-llama2-70b-h100"), model("llama2-70b"), gpu("h100-80gb"), 4) for _ in range(2))
     assert one.parameters.tobytes() == two.parameters.tobytes() and one.prefill_error == two.prefill_error
 
 
@@ -276,8 +266,7 @@ def test_terms_are_identifiable_on_a_full_grid():
 def test_scattered_designs_identify_the_kv_read_without_repeating_a_batch_size():
     """Batches 1, 2, 3, 40, 44, 50 each at its own context: two octaves with varied contexts are enough."""
     samples = [
-        Sample("decode", 1, 1, b, 0, 0, k, 0.03)
-        for b, k in ((2, 300), (3, 2000), (40, 350), (44, 900), (50, 4000))
+        Sample("decode", 1, 1, b, 0, 0, k, 0.03) for b, k in ((2, 300), (3, 2000), (40, 350), (44, 900), (50, 4000))
     ]
     assert identifiable(gather(samples))["decode KV read"] is None
 
@@ -479,9 +468,7 @@ QWEN17 = ModelSpec(
         (QWEN17, "a100-80gb", 1, 2048, 30.9, 5.0),
     ],
 )
-def test_public_figures_of_single_requests_are_met_by_an_unprofiled_roofline(
-    spec, card, tp, prompt, ttft_ms, tpot_ms
-):
+def test_public_figures_of_single_requests_are_met_by_an_unprofiled_roofline(spec, card, tp, prompt, ttft_ms, tpot_ms):
     """Public figures of single requests (tt-inference-server issues 143 and 340).
 
     The constants rest on other tables but were settled with these figures in sight: a guard, not a proof.
@@ -505,9 +492,7 @@ def test_experts_wake_with_the_batch(batch, measured_ms):
     assert step_s == pytest.approx(measured_ms / 1e3, rel=0.25)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama2-70b", "deepseek-v3", "mixtral-8x7b", "opt-175b", "qwen3-8b", "smollm2-135m"]
-)
+@pytest.mark.parametrize("name", ["llama2-70b", "deepseek-v3", "mixtral-8x7b", "opt-175b", "qwen3-8b", "smollm2-135m"])
 @pytest.mark.parametrize("card", ["a100-80gb", "h200", "rtx4090", "l40s"])
 def test_no_unprofiled_step_beats_the_data_sheet(name, card):
     for tp in (1, 2, 8):

@@ -141,9 +141,7 @@ def test_a_family_is_read_with_its_own_defaults(parameters: int, keys: dict[str,
 
 def test_the_preset_and_the_config_of_deepseek_are_one_model() -> None:
     apart = {"name", "aliases", "source", "notes", "max_positions", "kv_heads", "head_dim"}
-    assert preset("deepseek-v3").model_dump(exclude=apart) == case("28-model-mla-deepseek").model_dump(
-        exclude=apart
-    )
+    assert preset("deepseek-v3").model_dump(exclude=apart) == case("28-model-mla-deepseek").model_dump(exclude=apart)
 
 
 def test_a_model_is_called_by_any_alias_whatever_the_case_or_the_organisation() -> None:
@@ -172,9 +170,7 @@ def test_case_23_a_missing_kv_head_count_means_one_per_head() -> None:
 def test_case_24_an_explicit_head_dim_wins_over_hidden_by_heads() -> None:
     wide = case("24-model-explicit-head-dim", "config-24b.json")
     assert wide.kv_bytes_per_token == 163_840  # 2 x 40 x 8 x 128 x 2; 5120 / 32 = 160 would give 204,800
-    assert (
-        case("24-model-explicit-head-dim", "config-20b.json").kv_bytes_per_token == 49_152
-    )  # 2 x 24 x 8 x 64 x 2
+    assert case("24-model-explicit-head-dim", "config-20b.json").kv_bytes_per_token == 49_152  # 2 x 24 x 8 x 64 x 2
     # attention: h x (32 + 2 x 8) x 128 and back from 32 x 128; MLP: 3 x h x 32768; two norms
     layer = 5120 * 128 * (32 + 16 + 32) + 3 * 5120 * 32768 + 2 * 5120
     assert wide.parameters == 40 * layer + 2 * 131072 * 5120 + 5120
@@ -219,9 +215,7 @@ def test_case_29_the_text_part_of_a_multimodal_config_is_found() -> None:
 
 
 def test_case_29_missing_figures_are_named_with_the_places_searched() -> None:
-    text = json.dumps(
-        {"text_config": {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}}, indent=1
-    )
+    text = json.dumps({"text_config": {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}}, indent=1)
     with pytest.raises(InputError) as error:
         read_model(parse(text, "config.json"))
     line = str(error.value)
@@ -293,9 +287,7 @@ def test_case_36_uneven_stages_lose_no_layer_and_the_fullest_one_bounds() -> Non
     splits = {pp: split_layers(61, pp) for pp in request["pp"]}
     assert splits == {2: (31, 30), 4: (16, 15, 15, 15), 8: (8, 8, 8, 8, 8, 7, 7, 7)}
     for pp, split in splits.items():
-        assert model.stage_kv_bytes_per_token(Layout(1, pp)) == tuple(
-            1152 * size for size in split
-        )  # 576 x 2
+        assert model.stage_kv_bytes_per_token(Layout(1, pp)) == tuple(1152 * size for size in split)  # 576 x 2
     assert model.pp_fault(61) is None
     assert model.pp_fault(62) == "61 layers cannot fill PP62"
 
@@ -346,8 +338,7 @@ def test_case_40_gptq_takes_the_same_path() -> None:
     keys = json.loads((CASES / "40-model-awq-weights-fp16-kv" / "config.json").read_text())
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": False}
     assert (
-        config(**keys | {"quantization_config": gptq}).weight_bytes
-        == case("40-model-awq-weights-fp16-kv").weight_bytes
+        config(**keys | {"quantization_config": gptq}).weight_bytes == case("40-model-awq-weights-fp16-kv").weight_bytes
     )
     whole = config(**keys | {"quantization_config": gptq | {"group_size": -1, "sym": True}})
     assert 39e9 < whole.weight_bytes < 41e9
@@ -385,9 +376,7 @@ LLAMA = {
         ({"quant_method": "unheard_of", "bits": 3, "group_size": 64}, 3, {"compute_bits": 16}),
     ],
 )  # fmt: skip
-def test_quantisation_is_read_in_every_spelling(
-    quantisation: dict[str, Any], bits: int, extra: dict[str, Any]
-) -> None:
+def test_quantisation_is_read_in_every_spelling(quantisation: dict[str, Any], bits: int, extra: dict[str, Any]) -> None:
     model = config(**LLAMA, quantization_config=quantisation)
     assert model.quantisation is not None and model.quantisation.bits == bits
     for name, value in extra.items():
@@ -423,9 +412,7 @@ def test_mxfp4_covers_experts_only_and_may_be_cut_anywhere() -> None:
         ({"model_type": "llama4_text", "attention_chunk_size": 64}, ("sliding",) * 3 + ("full",), 64),
     ],
 )  # fmt: skip
-def test_windows_are_read_in_every_spelling(
-    keys: dict[str, Any], pattern: tuple[str, ...], window: int | None
-) -> None:
+def test_windows_are_read_in_every_spelling(keys: dict[str, Any], pattern: tuple[str, ...], window: int | None) -> None:
     model = config(**LLAMA | keys)
     shown = tuple(model.attention_pattern[layer % len(model.attention_pattern)] for layer in range(6))
     assert shown == tuple(pattern[layer % len(pattern)] for layer in range(6))
@@ -453,8 +440,7 @@ def test_a_null_like_expert_count_is_a_dense_model() -> None:
 
 def test_our_yaml_and_a_config_are_told_apart_and_give_the_same_model() -> None:
     ours = parse(
-        "name: toy\nlayers: 6\nhidden_size: 512\nintermediate_size: 1024\n"
-        "heads: 8\nkv_heads: 2\nvocab_size: 1000\n",
+        "name: toy\nlayers: 6\nhidden_size: 512\nintermediate_size: 1024\nheads: 8\nkv_heads: 2\nvocab_size: 1000\n",
         "toy.yaml",
     )
     theirs = parse(json.dumps(LLAMA), "toy/config.json")
@@ -517,18 +503,14 @@ def test_attention_work_is_that_of_the_pairs_counted_one_by_one(pattern: tuple[s
     model = tiny(attention_pattern=pattern, window_tokens=10)
     for new, cached in ((1, 0), (1, 50), (7, 0), (7, 8), (40, 3), (40, 100)):
         windows = [{"full": 10**9, "sliding": 10, "linear": 0}[pattern[i % len(pattern)]] for i in range(4)]
-        pairs = sum(
-            min(position, window) for window in windows for position in range(cached + 1, cached + new + 1)
-        )
+        pairs = sum(min(position, window) for window in windows for position in range(cached + 1, cached + new + 1))
         flops = 2 * model.heads * 2 * model.head_dim
         assert 0 <= pairs - model.attention_flops(new, cached) / flops <= 4 * new / 2
     assert tiny().attention_flops(10, 4) == 4 * 8 * 8 * 4 * (10 * 4 + 10 * 10 / 2)
 
 
 def test_ranks_round_a_share_up_and_repeat_what_they_cannot_share() -> None:
-    model = tiny(
-        hidden_size=60, heads=6, kv_heads=2, head_dim=10, intermediate_size=10, vocab_size=7, layers=1
-    )
+    model = tiny(hidden_size=60, heads=6, kv_heads=2, head_dim=10, intermediate_size=10, vocab_size=7, layers=1)
     # TP4: 2 of 6 heads, 1 of 2 key-value heads, 3 of 10 MLP columns, 2 of 7 words; three norms whole
     attention = 60 * 20 + 2 * 60 * 10 + 20 * 60
     assert model.stage_weight_bytes(Layout(4)) == (2 * (attention + 3 * 60 * 3 + 2 * 60 * 2 + 3 * 60),)
@@ -561,9 +543,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         "vocab_size": draw(size),
         "embedding_size": draw(st.none() | size),
         "position_rows": draw(st.integers(0, 9)),
-        "attention_pattern": draw(
-            st.lists(st.sampled_from(["full", "sliding", "linear"]), min_size=1, max_size=4)
-        ),
+        "attention_pattern": draw(st.lists(st.sampled_from(["full", "sliding", "linear"]), min_size=1, max_size=4)),
         "window_tokens": draw(size),
         "biases": draw(st.sampled_from(["none", "qkv", "attention", "mlp", "all"])),
         "kv_dtype": draw(st.sampled_from([None, "fp8", "float32"])),
@@ -614,10 +594,7 @@ def test_a_step_streams_more_with_more_tokens_and_never_more_than_is_there(
 @given(models())
 def test_a_model_survives_its_file(model: ModelSpec) -> None:
     assert read_model(parse(json.dumps(model.model_dump(mode="json")), "m.yaml")) == model
-    assert (
-        validate(ModelSpec, parse(json.dumps(model.model_dump(mode="json", exclude_none=True)), "m.yaml"))
-        == model
-    )
+    assert validate(ModelSpec, parse(json.dumps(model.model_dump(mode="json", exclude_none=True)), "m.yaml")) == model
 
 
 SEEDS: list[dict[str, Any]] = [
@@ -626,8 +603,7 @@ SEEDS: list[dict[str, Any]] = [
     LLAMA
     | {"layer_types": ["full_attention"] * 6, "mlp_only_layers": [1], "num_experts": 4, "moe_layer_freq": [1]}
     | {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}},
-    LLAMA
-    | {"quantization_config": {"config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 128}}}}},
+    LLAMA | {"quantization_config": {"config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 128}}}}},
 ]
 _NUMBERS: list[Any] = [None, True, False, 0, 1, 2, -1, 3, 7, 10**9, 10**30, 0.5, 1e300]
 _OTHERS: list[Any] = ["", "x", "fp8", "auto", [], [1, 2], [[]], {}, {"a": 1}, [None]]
@@ -658,11 +634,9 @@ def broken_configs(draw: st.DrawFn) -> dict[str, Any]:
         if action == "junk":
             holder[key] = draw(JUNK)
         elif action == "rename":
-            holder[
-                draw(
-                    st.sampled_from(["text_config", "head_dim", "kv_lora_rank", "num_experts", "bits", "zzz"])
-                )
-            ] = value
+            holder[draw(st.sampled_from(["text_config", "head_dim", "kv_lora_rank", "num_experts", "bits", "zzz"]))] = (
+                value
+            )
     return data
 
 

@@ -41,9 +41,7 @@ KV = 1e9
 """KV bytes per request in these tests, so that 1 GB/s carries 1 request/s."""
 
 
-def pool(
-    name: str, sizes: Sequence[int], gpu: str = "a", out: float = inf, into: float = inf, rack: str = ""
-) -> Pool:
+def pool(name: str, sizes: Sequence[int], gpu: str = "a", out: float = inf, into: float = inf, rack: str = "") -> Pool:
     """Return a pool with fast groups of `sizes` and one card of `out` and `into` requests/s."""
     ids = iter(GpuId(name, i) for i in range(sum(sizes)))
     groups = tuple(tuple(next(ids) for _ in range(size)) for size in sizes)
@@ -115,11 +113,7 @@ def most_flow(site: Site, held: Sequence[tuple[int, ...]], candidates: Sequence[
         arcs[u, 2 * n + u] = round(min(out, free))
         arcs[3 * n + u, n + u] = round(min(into, free))
         # a rack is two points, so that what comes down never goes up again
-        up, down = (
-            (leaf + 2 * rack[pool.rack], leaf + 2 * rack[pool.rack] + 1)
-            if pool.rack in rack
-            else (spine, spine)
-        )
+        up, down = (leaf + 2 * rack[pool.rack], leaf + 2 * rack[pool.rack] + 1) if pool.rack in rack else (spine, spine)
         arcs[2 * n + u, up] = arcs[down, 3 * n + u] = free
     for r, i in rack.items():
         arcs[leaf + 2 * i, leaf + 2 * i + 1] = free
@@ -138,10 +132,7 @@ def every_placement(
     gpus = [each.layout.gpus for each in candidates]
     for held in product(*(contents(pool, candidates) for pool in site.pools)):
         flat = [c for some in held for c in some]
-        sums = [
-            sum(candidates[c].rate_rps for c in flat if candidates[c].phase == p)
-            for p in ("prefill", "decode")
-        ]
+        sums = [sum(candidates[c].rate_rps for c in flat if candidates[c].phase == p) for p in ("prefill", "decode")]
         yield min(sums), sum(gpus[c] for c in flat), held
 
 
@@ -176,9 +167,7 @@ def random_case(seed: int) -> tuple[Site, tuple[Candidate, ...]]:
             shape, out, into = rng.choice(shapes[2:] if u == 2 else shapes), speed(), speed()
         rack = rng.choice(["r0", "r1"]) if racks else ""
         pools.append(pool(f"n{u}", shape, rng.choice(types), out, into, rack))
-    uplinks = {
-        r: Uplink(rng.choice([0, 2, 9]) * KV, rng.choice([0, 2, 9]) * KV) for r in ("r0", "r1") if racks
-    }
+    uplinks = {r: Uplink(rng.choice([0, 2, 9]) * KV, rng.choice([0, 2, 9]) * KV) for r in ("r0", "r1") if racks}
     layouts = [(1, 1), (2, 1), (1, 2), (3, 1), (4, 1), (2, 2)]
     made = []
     for gpu in types:
@@ -240,9 +229,7 @@ def test_the_fewest_gpus_equal_brute_force():
     assert reached > 30
 
 
-def least_network(
-    site: Site, held: Sequence[tuple[int, ...]], candidates: Sequence[Candidate], rate: float
-) -> float:
+def least_network(site: Site, held: Sequence[tuple[int, ...]], candidates: Sequence[Candidate], rate: float) -> float:
     """Return the least requests/s between pools at a total of `rate`; inf when it does not fit (no racks)."""
     n = len(site.pools)
     sums = [
@@ -299,9 +286,7 @@ def test_summed_flow_rows_describe_exactly_what_unequal_pools_can_do_together():
             pattern = Pattern((), 1, p, d, p1, d1)
             limits += np.array(flow_limits(pattern, 1.0, e, i))
             rows = [[1, 0, 0], [0, 0, 1], [0, 1, 0], [1, 1, 0], [0, 1, 1]]
-            alone += -linprog(
-                [-c for c in goal], A_ub=rows, b_ub=[min(e, p), min(i, d), min(p1, d1), p, d]
-            ).fun
+            alone += -linprog([-c for c in goal], A_ub=rows, b_ub=[min(e, p), min(i, d), min(p1, d1), p, d]).fun
         together = -linprog([-c for c in goal], A_ub=FLOW_ROWS, b_ub=limits).fun
         assert together == pytest.approx(alone, abs=1e-7), goal
 
@@ -318,9 +303,7 @@ def test_packing_finds_a_way_exactly_where_there_is_one():
         assert (packed is not None) == packs(list(sizes), list(tps)), (sizes, tps)
         if packed is not None:
             assert [sum(take) for take in packed] == list(tps)
-            assert all(
-                sum(column) <= size for column, size in zip(zip(*packed, strict=True), sizes, strict=True)
-            )
+            assert all(sum(column) <= size for column, size in zip(zip(*packed, strict=True), sizes, strict=True))
 
 
 def test_patterns_stay_few_however_many_kinds_there_are():
@@ -328,9 +311,7 @@ def test_patterns_stay_few_however_many_kinds_there_are():
     rng = random.Random(1)
     layouts = [Layout(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if tp * pp <= 8]
     made = tuple(
-        Candidate(p, each, "a", each.gpus * rng.uniform(0.7, 1.3))
-        for p in ("prefill", "decode")
-        for each in layouts
+        Candidate(p, each, "a", each.gpus * rng.uniform(0.7, 1.3)) for p in ("prefill", "decode") for each in layouts
     )
     (blocks,) = blocks_of(made, [("a", (8,))])
     assert len(fill(useful(blocks, (8,), made), (8,), made)) == 44 == len(fill(blocks, (8,), made))
@@ -434,9 +415,7 @@ def test_instances_too_large_for_a_pool_span_several_as_brute_force_does():
     rng = random.Random(9)
     spanned = 0
     for _ in range(40):
-        where = Site(
-            tuple(pool(f"n{i}", rng.choice([(2,), (4,), (2, 2), (3,)])) for i in range(rng.choice([2, 3])))
-        )
+        where = Site(tuple(pool(f"n{i}", rng.choice([(2,), (4,), (2, 2), (3,)])) for i in range(rng.choice([2, 3]))))
         large = rng.choice([Layout(2, 3), Layout(4, 2), Layout(2, 4), Layout(1, 5), Layout(3, 2)])
         made = (
             Candidate("prefill", large, "a", float(rng.randint(20, 40))),
@@ -598,9 +577,7 @@ def test_two_tensor_parallel_nodes_make_one_pipeline_and_its_kv_counts_against_t
     made = kinds("h100-80gb", {(8, 2): 4.0}, {(8, 2): 4.0})
     placement = place(Program(topology, made, 1e9))
     assert placement.value_rps == pytest.approx(4.0)
-    assert [len({gpu.node for gpu in stage}) for each in placement.instances for stage in each.stages] == [
-        1
-    ] * 4
+    assert [len({gpu.node for gpu in stage}) for each in placement.instances for stage in each.stages] == [1] * 4
     # 296 GB/s per node at 74 %, half of the KV per node: two nodes send 592 GB/s, 2.96 requests/s of 200 GB
     starved = place(Program(topology, made, 200e9))
     assert starved.value_rps == pytest.approx(2.96)
@@ -619,9 +596,7 @@ def random_topology(rng: random.Random) -> Topology:
         if kind == "pcie" and rng.random() < 0.3:
             links.append("ports: [{gpu: 0, bytes_per_s: 4GB/s}]")
         gpu = "l40s" if kind == "pcie" else rng.choice(["a100", "h100"])
-        cards = (
-            f"count: {rng.choice([1, 2, 8])}, bytes_per_s: {rng.choice([25, 100, 400])}Gb/s, kind: infiniband"
-        )
+        cards = f"count: {rng.choice([1, 2, 8])}, bytes_per_s: {rng.choice([25, 100, 400])}Gb/s, kind: infiniband"
         node = f"name: g{k}x, count: {rng.randint(1, 3)}, gpu: {gpu}, gpus: {size}, rack: {rng.choice('rs')}"
         groups.append(f"  - {{{node}, links: {{{', '.join(links)}}}, nics: {{{cards}}}}}\n")
     return cluster(f"nodes:\n{''.join(groups)}network: {{oversubscription: {rng.choice([1, 8])}}}\n")
@@ -745,9 +720,7 @@ def test_aggregated_instances_need_no_network():
 
 def test_without_kv_bytes_the_network_is_no_limit():
     where = Site((pool("n0", (4,), out=0.0, into=0.0), pool("n1", (4,), out=0.0, into=0.0)))
-    assert place(Program(where, kinds("a", {(4, 1): 2.0}, {(4, 1): 2.0}), 0.0)).value_rps == pytest.approx(
-        2.0
-    )
+    assert place(Program(where, kinds("a", {(4, 1): 2.0}, {(4, 1): 2.0}), 0.0)).value_rps == pytest.approx(2.0)
 
 
 def test_equal_instances_share_the_load_evenly():
@@ -791,9 +764,7 @@ CORRUPTIONS = {
         stages=((*p.instances[1].gpus[:3], p.instances[0].gpus[3]),),
     ),
     "its stages are not TP2": lambda p: swap(p, 0, layout=Layout(2)),
-    "is no candidate": lambda p: swap(
-        p, 0, layout=Layout(1, 4), stages=tuple((gpu,) for gpu in p.instances[0].gpus)
-    ),
+    "is no candidate": lambda p: swap(p, 0, layout=Layout(1, 4), stages=tuple((gpu,) for gpu in p.instances[0].gpus)),
     "two instances are called": lambda p: swap(p, 0, name=p.instances[1].name),
     "the idle GPUs are not": lambda p: replace(p, idle=(p.instances[0].gpus[0],)),
     "not from a prefill to a decode": lambda p: reflow(p, prefill=p.flows[0].decode),

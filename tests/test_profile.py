@@ -86,9 +86,7 @@ def test_a_small_file_is_read_with_its_defaults():
 def test_each_mistake_has_its_line(old, new, line, says):
     with pytest.raises(InputError) as error:
         read_profile(parse(GOOD.replace(old, new), "mine.yaml"))
-    assert any(text.startswith(f"mine.yaml:{line}:") and says in text for text in faults(error)), faults(
-        error
-    )
+    assert any(text.startswith(f"mine.yaml:{line}:") and says in text for text in faults(error)), faults(error)
 
 
 def test_a_profile_that_says_nothing_is_refused():
@@ -227,9 +225,7 @@ def test_hardware_that_was_measured_itself_is_no_copy(tmp_path):
     for index, line in enumerate(lines):
         cells = line.split(",")
         if cells[1] == "beta":  # half as fast, give or take 0.1 %, as a measurement would be
-            cells[5:8] = [
-                str(float(cell) * 2 * (1 + 0.001 * ((index + j) % 3))) for j, cell in enumerate(cells[5:8])
-            ]
+            cells[5:8] = [str(float(cell) * 2 * (1 + 0.001 * ((index + j) % 3))) for j, cell in enumerate(cells[5:8])]
             lines[index] = ",".join(cells)
     path.write_text("\n".join(lines))
     for name in ("alpha", "beta"):
@@ -245,9 +241,7 @@ def test_the_published_table_names_its_copy():
 def test_decode_context_ends_where_the_request_ended(tmp_path):
     """Asked for 1024 tokens, but 0.2 + 0.05 x 99 = 5.15 s make only 100: context 512 + 100 / 2 = 562."""
     path = tmp_path / "table.csv"
-    head = (
-        "model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,e2e_time,tensor_parallel\n"
-    )
+    head = "model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,e2e_time,tensor_parallel\n"
     path.write_text(head + "m,g,512,1,1024,200,50,5150,2\n")
     (sample,) = import_profile("splitwise", path).rows("decode", 2)
     assert sample.context_tokens == 562 and sample.time_s == 0.05

@@ -78,9 +78,7 @@ def test_the_distserve_testbed_has_fast_nodes_and_a_slow_network():
 
 def test_a_link_without_a_measurement_says_that_its_efficiency_is_assumed_and_why():
     topology = preset("h100-2x8")
-    assert all(
-        link.assumed and link.why and link.efficiency < 1 for link in topology.links if link.kind != "pcie"
-    )
+    assert all(link.assumed and link.why and link.efficiency < 1 for link in topology.links if link.kind != "pcie")
     text = "\n".join(topology.assumptions())
     assert "infiniband: 74% of the nominal speed is assumed" in text and "Mooncake#1668" in text
     # 352 of 450 GB/s and 37 of 50 GB/s: the measurements the defaults come from
@@ -155,9 +153,7 @@ def test_nodes_that_differ_in_cards_or_gpus_are_of_different_classes():
 
 def test_which_device_is_drained_does_not_make_a_class_of_its_own():
     node = f"{{name: %s, gpu: h100, gpus: %s, links: {{kind: nvswitch}}, {FOUR_CARDS}}}"
-    text = (
-        f"nodes: [{node % ('a', '[0, 1, 3]')}, {node % ('b', '[0, 2, 3]')}, {node % ('c', '[0, 1, 2, 3]')}]"
-    )
+    text = f"nodes: [{node % ('a', '[0, 1, 3]')}, {node % ('b', '[0, 2, 3]')}, {node % ('c', '[0, 1, 2, 3]')}]"
     assert read(text).classes() == ((0, 1), (2,))
 
 
@@ -233,8 +229,7 @@ def test_a_drained_device_leaves_its_bridge_partner_alone():
 
 def test_explicit_nvlink_groups_need_not_follow_the_index():
     topology = read(
-        "nodes: [{name: n, gpu: l40s, gpus: 5, "
-        "links: {kind: nvlink, bytes_per_s: 50GB/s, groups: [[0, 3], [4, 1]]}}]"
+        "nodes: [{name: n, gpu: l40s, gpus: 5, links: {kind: nvlink, bytes_per_s: 50GB/s, groups: [[0, 3], [4, 1]]}}]"
     )
     assert topology.nodes[0].tp_groups == ((0, 3), (1, 4), (2,))
 
@@ -246,10 +241,7 @@ def test_a_slow_slot_bounds_every_group_it_is_in():
         "efficiency: 1.0, "
         "ports: [{gpu: 0, bytes_per_s: 3.9GB/s}, {gpu: 3, bytes_per_s: 7.9GB/s}]}}]"
     )
-    speeds = [
-        topology.rank_link([GpuId("n", i) for i in group])[0]
-        for group in ((0, 1), (1, 2), (2, 3), (0, 1, 2, 3))
-    ]
+    speeds = [topology.rank_link([GpuId("n", i) for i in group])[0] for group in ((0, 1), (1, 2), (2, 3), (0, 1, 2, 3))]
     assert speeds == pytest.approx([3.9e9, 15.8e9, 7.9e9, 3.9e9])
 
 
@@ -293,9 +285,7 @@ def test_a_gpu_without_a_card_of_its_own_uses_one_of_its_socket():
 
 
 def test_cards_without_affinity_are_spread_and_never_all_on_the_first():
-    found = cards(
-        "{count: 6, bytes_per_s: 400Gb/s, kind: infiniband, near: [[], [], [], [], [], []]}", gpus="4"
-    )
+    found = cards("{count: 6, bytes_per_s: 400Gb/s, kind: infiniband, near: [[], [], [], [], [], []]}", gpus="4")
     assert sorted(name for names in found for name in names) == [f"nic{k}" for k in range(6)]
     assert all(found)
 
@@ -304,9 +294,7 @@ def test_cards_near_the_same_gpus_act_as_one():
     near = "[[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]"  # case 01
     text = f"{{count: 8, bytes_per_s: 10GB/s, kind: infiniband, near: {near}, efficiency: 1.0}}"
     assert cards(text)[5] == ("nic4", "nic5")
-    topology = read(
-        f"nodes: [{{name: n, count: 2, gpu: a100, gpus: 8, links: {{kind: nvswitch}}, nics: {text}}}]"
-    )
+    topology = read(f"nodes: [{{name: n, count: 2, gpu: a100, gpus: 8, links: {{kind: nvswitch}}, nics: {text}}}]")
     # two cards carry 20 GB/s, the GPU's own port 31.5 x 0.61 = 19.2 GB/s
     assert topology.path_bytes_per_s(GpuId("n0", 0), GpuId("n1", 0)) == pytest.approx(31.5e9 * 0.61)
     assert topology.egress_bytes_per_s(topology.units()[0]) == pytest.approx(80e9)
@@ -431,8 +419,7 @@ MISTAKES = [
     ),
     (h100("gpus: 1, nvlink_domain: d, links: {kind: pcie}"), "needs links of kind nvswitch, got pcie"),
     (
-        "nodes:\n- {name: a, gpu: h100, gpus: 1, nvlink_domain: d}\n"
-        "- {name: b, gpu: h200, gpus: 1, nvlink_domain: d}",
+        "nodes:\n- {name: a, gpu: h100, gpus: 1, nvlink_domain: d}\n- {name: b, gpu: h200, gpus: 1, nvlink_domain: d}",
         "one domain holds one GPU type",
     ),
     (
@@ -629,9 +616,7 @@ JUNK = [
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.tuples(st.sampled_from(list(places(FULL))[1:]), st.sampled_from([*JUNK, "drop"])), max_size=3)
-)
+@given(st.lists(st.tuples(st.sampled_from(list(places(FULL))[1:]), st.sampled_from([*JUNK, "drop"])), max_size=3))
 def test_a_damaged_cluster_file_is_an_input_error_or_a_cluster(damage):
     data = deepcopy(FULL)
     for path, value in damage:

@@ -152,9 +152,7 @@ def test_copies_at_the_source_share_the_work():
     assert found.widest == 0.5
 
 
-@pytest.mark.parametrize(
-    "bad", [[], [[]], [[GpuId("node0", 0)], []], [[GpuId("node0", 9)]], [[GpuId("x", 0)]]]
-)
+@pytest.mark.parametrize("bad", [[], [[]], [[GpuId("node0", 0)], []], [[GpuId("node0", 9)]], [[GpuId("x", 0)]]])
 def test_an_instance_that_cannot_be_is_an_input_error(bad):
     with pytest.raises(InputError):
         route(H100, bad, shards("node1", 1, 1))

@@ -167,9 +167,7 @@ def test_an_slo_takes_friendly_units_and_refuses_what_is_out_of_range() -> None:
     slo = validate(Slo, parse("{ttft_s: 200ms, tpot_s: 0.1, attainment: 99%}", "slo.yaml"))
     assert (slo.ttft_s, slo.tpot_s, slo.attainment) == (0.2, 0.1, 0.99)
     with pytest.raises(InputError) as error:
-        validate(
-            Slo, parse("ttft_s: -1\ntpot_s: 3 parsec\nattainment: 1.5\ntpot_definition: mine", "slo.yaml")
-        )
+        validate(Slo, parse("ttft_s: -1\ntpot_s: 3 parsec\nattainment: 1.5\ntpot_definition: mine", "slo.yaml"))
     assert [fault.line for fault in error.value.faults] == [1, 2, 3, 4]
 
 
@@ -362,9 +360,7 @@ VALID = (
 )
 PIECES = st.one_of(
     st.binary(max_size=6),
-    st.sampled_from(
-        [b",", b"\n", b"\r", b'"', b"{", b"}", b"[", b"NaN", b"-1", b"1e999", b"\x00", b"0" * 30, b":"]
-    ),
+    st.sampled_from([b",", b"\n", b"\r", b'"', b"{", b"}", b"[", b"NaN", b"-1", b"1e999", b"\x00", b"0" * 30, b":"]),
 )
 
 
@@ -458,13 +454,9 @@ def test_request_i_is_the_same_at_every_rate_and_for_every_duration(seed: int) -
 
 @settings(max_examples=60, deadline=None)
 @given(rate=st.floats(0.05, 50), duration=st.floats(1, 500), seed=st.integers(0, 5))
-def test_generated_columns_are_in_order_in_range_and_of_one_length(
-    rate: float, duration: float, seed: int
-) -> None:
+def test_generated_columns_are_in_order_in_range_and_of_one_length(rate: float, duration: float, seed: int) -> None:
     requests = BURSTY.generate(rate, duration, seed)
-    assert (
-        len(requests.prompt_tokens) == len(requests.output_tokens) == len(requests.slo_class) == len(requests)
-    )
+    assert len(requests.prompt_tokens) == len(requests.output_tokens) == len(requests.slo_class) == len(requests)
     assert (np.diff(requests.arrival_s) >= 0).all()
     assert len(requests) == 0 or 0 <= requests.arrival_s[0] <= requests.arrival_s[-1] <= duration
 
@@ -473,9 +465,7 @@ BURSTY = workload(source="burstgpt", file=str(BURST_43))
 
 
 def same(one: Requests, other: Requests) -> bool:
-    return np.array_equal(one.arrival_s, other.arrival_s) and np.array_equal(
-        one.prompt_tokens, other.prompt_tokens
-    )
+    return np.array_equal(one.arrival_s, other.arrival_s) and np.array_equal(one.prompt_tokens, other.prompt_tokens)
 
 
 def test_equal_seeds_repeat_and_other_seeds_differ() -> None:
@@ -538,9 +528,7 @@ def prefix_hit(requests: Requests) -> float:
     return hit / int(requests.prompt_tokens.sum())
 
 
-@pytest.mark.parametrize(
-    "numbers", [(0, 1, 1), (1, 0, 1), (-1, 1, 1), (math.nan, 1, 1), (1, math.inf, 1), (1, 1, -1)]
-)
+@pytest.mark.parametrize("numbers", [(0, 1, 1), (1, 0, 1), (-1, 1, 1), (math.nan, 1, 1), (1, math.inf, 1), (1, 1, -1)])
 def test_a_rate_duration_or_seed_out_of_range_is_refused(numbers: tuple[float, float, int]) -> None:
     with pytest.raises(InputError, match="expected a positive rate"):
         poisson().generate(*numbers)

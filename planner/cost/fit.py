@@ -175,9 +175,7 @@ def _linear(rows: Settings, faults: dict[str, str], at: _Physics) -> _Candidate:
         place, value, _ = at.linear_terms()[term]
         fixed[place] = value
     parameters = linear.fit(rows, fixed)
-    return _Candidate(
-        "linear", parameters, _held_out(rows, parameters, lambda part, _: linear.fit(part, fixed))
-    )
+    return _Candidate("linear", parameters, _held_out(rows, parameters, lambda part, _: linear.fit(part, fixed)))
 
 
 def _roofline(rows: Settings, faults: dict[str, str], base: np.ndarray) -> _Candidate:
@@ -270,9 +268,7 @@ def with_stages(
     )
 
 
-def unprofiled(
-    model: ModelSpec, gpu: Gpu, tp: int, link_bytes_per_s: float, link_latency_s: float
-) -> CostModel:
+def unprofiled(model: ModelSpec, gpu: Gpu, tp: int, link_bytes_per_s: float, link_latency_s: float) -> CostModel:
     """Return the data-sheet roofline with typical efficiencies and ring collectives, marked as unprofiled.
 
     `link_bytes_per_s`: line rate between the ranks, per GPU and one way; without meaning at TP1.

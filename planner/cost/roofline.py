@@ -40,9 +40,7 @@ PARTS: dict[str, Part] = {
 }
 
 
-def fit(
-    rows: Settings, base: np.ndarray, parts: tuple[str, ...], start: np.ndarray | None = None
-) -> np.ndarray:
+def fit(rows: Settings, base: np.ndarray, parts: tuple[str, ...], start: np.ndarray | None = None) -> np.ndarray:
     """Return the ROOFLINE vector that predicts `rows` best, changing only `parts` of `base`.
 
     `start`: a vector fitted before (to more rows), from which the search sets out. Deterministic.

@@ -115,8 +115,4 @@ def _context_fault(batch: np.ndarray, context: np.ndarray) -> str | None:
     each = context / np.maximum(batch, 1)
     octaves = np.floor(np.log2(np.maximum(batch, 1)))
     varied = sum(_varies(each[octaves == octave]) for octave in np.unique(octaves))
-    return (
-        None
-        if varied >= 2
-        else f"contexts vary at {varied} batch size{'s' if varied != 1 else ''}, 2 are needed"
-    )
+    return None if varied >= 2 else f"contexts vary at {varied} batch size{'s' if varied != 1 else ''}, 2 are needed"

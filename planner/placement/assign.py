@@ -75,11 +75,7 @@ def _whole(program: Program) -> Placement:
     first = solve(program)
     placement, aim = assign(program, first), program.rate_rps or 0.0
     for _ in range(_TRIES):
-        if (
-            program.objective != "min_gpus"
-            or placement.value_rps >= _reached(program)
-            or placement.value_rps <= 0
-        ):
+        if program.objective != "min_gpus" or placement.value_rps >= _reached(program) or placement.value_rps <= 0:
             break
         aim *= 1.001 * (program.rate_rps or 0.0) / placement.value_rps
         more = solve(replace(program, rate_rps=aim))
@@ -180,9 +176,7 @@ def _deal(hosted: Hosted, over_racks: bool) -> Iterator[tuple[Pool, tuple[Block,
     yield from zip(order, dealt, strict=False)
 
 
-def _seat(
-    pool: Pool, blocks: Sequence[Block], candidates: Sequence[Candidate]
-) -> Iterator[tuple[Block, list[Stage]]]:
+def _seat(pool: Pool, blocks: Sequence[Block], candidates: Sequence[Candidate]) -> Iterator[tuple[Block, list[Stage]]]:
     """Yield each block with the GPUs of its stages: large groups first, prefill and decode taking turns."""
     turn: Counter[tuple[Any, ...]] = Counter()
     keyed = []

@@ -215,9 +215,7 @@ def _pool(topology: Topology, unit: Unit) -> Pool:
         lists = [*nodes[0].tp_groups]
         lists += [(i,) for i in nodes[0].indices if not any(i in group for group in lists)]
         groups = tuple(tuple(GpuId(nodes[0].name, i) for i in group) for group in lists)
-    ports = [
-        tuple(GpuId(node.name, i) for i in port.gpus) for node in nodes for port in node.nics if port.gpus
-    ]
+    ports = [tuple(GpuId(node.name, i) for i in port.gpus) for node in nodes for port in node.nics if port.gpus]
     parts = [replace(unit, gpus=gpus) for gpus in ports]
     nics = [Nic(p.gpus, topology.egress_bytes_per_s(p), topology.ingress_bytes_per_s(p)) for p in parts]
     return Pool(unit.name, unit.gpu.name, groups, tuple(nics), unit.racks[0])

@@ -188,11 +188,7 @@ def _objective(program: Program, placement: Placement) -> Iterator[str]:
         yield f"value {placement.value_rps:.6g} requests/s, but the flows add up to {value:.6g}"
     if placement.value_rps > placement.bound_rps * (1 + 1e-5):
         yield f"value {placement.value_rps:.6g} requests/s above its bound {placement.bound_rps:.6g}"
-    if (
-        program.rate_rps is not None
-        and program.objective == "max_goodput"
-        and value > program.rate_rps * (1 + 1e-5)
-    ):
+    if program.rate_rps is not None and program.objective == "max_goodput" and value > program.rate_rps * (1 + 1e-5):
         yield f"value {value:.6g} requests/s above its cap {program.rate_rps:.6g}"
     yield from _few_gpus(program, placement) if program.objective == "min_gpus" else _most(placement)
 
@@ -208,9 +204,7 @@ def _few_gpus(program: Program, placement: Placement) -> Iterator[str]:
 
 
 def _most(placement: Placement) -> Iterator[str]:
-    gap = (
-        (placement.bound_rps - placement.value_rps) / placement.bound_rps if placement.bound_rps > 0 else 0.0
-    )
+    gap = (placement.bound_rps - placement.value_rps) / placement.bound_rps if placement.bound_rps > 0 else 0.0
     if not isclose(placement.gap, gap, abs_tol=1e-5):
         value, bound = placement.value_rps, placement.bound_rps
         yield f"gap {placement.gap:.6g} is not that of {value:.6g} against {bound:.6g}"

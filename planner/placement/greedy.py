@@ -25,8 +25,7 @@ def place_greedily(program: Program) -> Placement:
     candidates = tuple(candidate for candidate in program.candidates if _leaves_room(candidate, place))
     done: dict[str, float] = dict.fromkeys((candidate.phase for candidate in program.candidates), 0.0)
     hosted = tuple(
-        Hosted((pool,), ((_fill(pool, candidates, done, program.rate_rps or inf), 1),))
-        for pool in place.pools
+        Hosted((pool,), ((_fill(pool, candidates, done, program.rate_rps or inf), 1),)) for pool in place.pools
     )
     if not done or min(done.values()) == 0:
         raise Unplaceable("filling node after node leaves no room for every phase")
@@ -42,9 +41,7 @@ def _leaves_room(candidate: Candidate, place: Site) -> bool:
     return candidate.rate_rps > 0 and candidate.layout.gpus * shared <= have
 
 
-def _fill(
-    pool: Pool, candidates: Sequence[Candidate], done: dict[str, float], wanted: float
-) -> tuple[Block, ...]:
+def _fill(pool: Pool, candidates: Sequence[Candidate], done: dict[str, float], wanted: float) -> tuple[Block, ...]:
     """Return the blocks that fill one pool, each time for the phase that is behind; count them in `done`."""
     blocks: tuple[Block, ...] = ()
     while True:

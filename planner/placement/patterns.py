@@ -65,9 +65,7 @@ def pack(sizes: Sizes, tps: Sizes) -> tuple[tuple[int, ...], ...] | None:
     for tp, at in zip(small, bins, strict=True):
         free[at] -= tp
     spread = [_take(free, tp) for tp in tps if tp > max(sizes)]
-    inside = [
-        tuple(tp if i == at else 0 for i in range(len(sizes))) for tp, at in zip(small, bins, strict=True)
-    ]
+    inside = [tuple(tp if i == at else 0 for i in range(len(sizes))) for tp, at in zip(small, bins, strict=True)]
     return (*spread, *inside)
 
 
@@ -138,9 +136,7 @@ def _replaces(new: Block, old: Block, sizes: Sizes, candidates: Sequence[Candida
         return False
     inside = a.layout.tp <= max(sizes) or b.layout.tp == 1
     if not inside and b.layout.tp <= max(sizes):
-        return (
-            False  # the old one lies over several fast groups: the new one may not fit in any of its pieces
-        )
+        return False  # the old one lies over several fast groups: the new one may not fit in any of its pieces
     copies = most_groups((a.layout.tp,) * a.layout.pp, b.layout.tp) // b.layout.pp
     if b.layout.tp > a.layout.tp or copies == 0:
         return False
@@ -188,16 +184,12 @@ def _one_phase(
 
 def _limit(found: Sequence[Pattern], sizes: Sizes) -> None:
     if len(found) > MOST_PATTERNS:
-        raise Unplaceable(
-            f"more than {MOST_PATTERNS} ways to fill one pool of {sum(sizes)} GPUs; force fewer kinds"
-        )
+        raise Unplaceable(f"more than {MOST_PATTERNS} ways to fill one pool of {sum(sizes)} GPUs; force fewer kinds")
 
 
 def group_sizes(blocks: Sequence[Block], candidates: Sequence[Candidate]) -> Sizes:
     """Return the sizes of the tensor-parallel groups of these blocks, largest first."""
-    return tuple(
-        sorted((candidates[b.candidate].layout.tp for b in blocks for _ in range(b.stages)), reverse=True)
-    )
+    return tuple(sorted((candidates[b.candidate].layout.tp for b in blocks for _ in range(b.stages)), reverse=True))
 
 
 def _fits(blocks: Sequence[Block], sizes: Sizes, candidates: Sequence[Candidate]) -> bool:

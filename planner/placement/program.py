@@ -89,9 +89,7 @@ class Units(NamedTuple):
 def build(program: Program) -> Model:
     """Return the model of `program`, without an objective. Raises InvariantError where it makes no sense."""
     place = site(program.topology)
-    limits = {
-        candidate: place.most_rps(candidate, program.kv_bytes_per_request) for candidate in _wanted(program)
-    }
+    limits = {candidate: place.most_rps(candidate, program.kv_bytes_per_request) for candidate in _wanted(program)}
     candidates = tuple(candidate._replace(rate_rps=rate) for candidate, rate in limits.items())
     classes = _classes(place, candidates, program.counts)
     scale = max((candidate.rate_rps for candidate in candidates), default=0.0) or 1.0
@@ -130,9 +128,7 @@ def _wanted(program: Program) -> tuple[Candidate, ...]:
     return tuple(candidate for candidate in given if program.counts.get(candidate.kind))
 
 
-def _classes(
-    place: Site, candidates: Sequence[Candidate], counts: Mapping[Kind, int] | None
-) -> tuple[PoolClass, ...]:
+def _classes(place: Site, candidates: Sequence[Candidate], counts: Mapping[Kind, int] | None) -> tuple[PoolClass, ...]:
     groups = place.classes()
     blocks = blocks_of(candidates, [(pools[0].gpu, pools[0].sizes) for pools in groups])
     made, known = [], dict[Any, tuple[Pattern, ...]]()

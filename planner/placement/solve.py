@@ -193,9 +193,7 @@ def _show(gpus: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {gpu}" for gpu, number in sorted(gpus.items())) or "no GPUs"
 
 
-def capacity_bound(
-    topology: Topology | Site, candidates: Sequence[Candidate], kv_bytes_per_request: float
-) -> float:
+def capacity_bound(topology: Topology | Site, candidates: Sequence[Candidate], kv_bytes_per_request: float) -> float:
     """Return a rate [requests/s] that no placement of any numbers of these candidates can exceed.
 
     Give it saturation rates: what one instance does when it never waits. The network counts only where every

@@ -156,8 +156,9 @@ class Run:
             return np.where(gaps > 0, (self.finish_s - self.first_token_s) / np.where(gaps > 0, gaps, 1), np.nan)
 
 
-def simulate(system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: float = 0.0,
-             stop_when_missed: bool = False) -> Run:
+def simulate(
+    system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: float = 0.0, stop_when_missed: bool = False
+) -> Run:
     """Return what happens to `requests` on `system`.
 
     With `stop_when_missed` the run ends as soon as some class can no longer reach its attainment: enough to reject a
@@ -391,7 +392,9 @@ def _world(system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: 
         # a request is in one event at a time: between uneven stages, batches pile up without limit
         event=np.zeros(len(requests) + 2 * len(instances) + 1, EVENT),
         flow=np.zeros(len(instances) * system.max_pulls + 2, FLOW),
-        path=path, hop=hop, link=link,
+        path=path,
+        hop=hop,
+        link=link,
         choice=np.zeros((2, len(instances))),
         scalar=_scalars(system),
     )
@@ -499,6 +502,14 @@ def _result(system: System, w: World, requests: Requests, events: int) -> Run:
     )
 
 
-_TRAIL = ("prefill_start_s", "prefill_end_s", "pull_start_s", "pull_end_s", "first_step_s", "finish_s",
-          "prefill_at", "decode_at")
+_TRAIL = (
+    "prefill_start_s",
+    "prefill_end_s",
+    "pull_start_s",
+    "pull_end_s",
+    "first_step_s",
+    "finish_s",
+    "prefill_at",
+    "decode_at",
+)
 _TALLY = ("busy_s", "batch_s", "steps", "preemptions", "least_free_blocks")

@@ -24,9 +24,7 @@ def attained(run: Run, slos: tuple[Slo, ...]) -> np.ndarray:
 def _own_tpot_s(run: Run, slo: Slo) -> np.ndarray:
     """Return the TPOT of each request [s] by the definition of `slo`."""
     requests = run.requests
-    tpot_s: np.ndarray = slo.request_tpot_s(
-        requests.arrival_s, run.first_token_s, run.finish_s, requests.output_tokens
-    )
+    tpot_s: np.ndarray = slo.request_tpot_s(requests.arrival_s, run.first_token_s, run.finish_s, requests.output_tokens)
     return tpot_s
 
 
@@ -95,14 +93,16 @@ def latencies(runs: Sequence[Run], warmup_s: float = 0.0) -> Latencies:
 def _terms(run: Run) -> np.ndarray:
     """Return one row per field of `Latencies`, one column per request [s]."""
     in_ttft = np.isfinite(run.pull_end_s) & (run.first_token_s == run.first_step_s)
-    terms = np.array([
-        run.ttft_s,
-        run.prefill_start_s - run.requests.arrival_s,
-        run.prefill_end_s - run.prefill_start_s,
-        np.where(in_ttft, run.pull_end_s - run.prefill_end_s, 0.0),
-        np.where(in_ttft, run.first_step_s - run.pull_end_s, 0.0),
-        run.tpot_s,
-    ])
+    terms = np.array(
+        [
+            run.ttft_s,
+            run.prefill_start_s - run.requests.arrival_s,
+            run.prefill_end_s - run.prefill_start_s,
+            np.where(in_ttft, run.pull_end_s - run.prefill_end_s, 0.0),
+            np.where(in_ttft, run.first_step_s - run.pull_end_s, 0.0),
+            run.tpot_s,
+        ]
+    )
     return np.where(np.isfinite(run.ttft_s), terms, np.nan)
 
 

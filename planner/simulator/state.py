@@ -13,44 +13,103 @@ import numpy as np
 
 PREFILL, DECODE, AGGREGATED = 0, 1, 2
 
-INSTANCE = np.dtype([
-    # what it is
-    ("phase", "i8"), ("stages", "i8"), ("first_lane", "i8"), ("handoff_s", "f8"), ("handoff_s_per_token", "f8"),
-    ("max_batch", "i8"), ("max_tokens", "i8"), ("blocks", "i8"), ("swap_s_per_block", "f8"), ("entry", "f8"),
-    ("reach_blocks", "i8"),  # of the roomiest instance that its requests decode on
-    # how it stands
-    ("free_blocks", "i8"), ("members", "i8"), ("pulls", "i8"), ("waiting_blocks", "i8"), ("queued_s", "f8"),
-    # what it has done
-    ("least_free_blocks", "i8"), ("busy_s", "f8"), ("batch_s", "f8"), ("steps", "i8"), ("preemptions", "i8"),
-])
+INSTANCE = np.dtype(
+    [
+        # what it is
+        ("phase", "i8"),
+        ("stages", "i8"),
+        ("first_lane", "i8"),
+        ("handoff_s", "f8"),
+        ("handoff_s_per_token", "f8"),
+        ("max_batch", "i8"),
+        ("max_tokens", "i8"),
+        ("blocks", "i8"),
+        ("swap_s_per_block", "f8"),
+        ("entry", "f8"),
+        ("reach_blocks", "i8"),  # of the roomiest instance that its requests decode on
+        # how it stands
+        ("free_blocks", "i8"),
+        ("members", "i8"),
+        ("pulls", "i8"),
+        ("waiting_blocks", "i8"),
+        ("queued_s", "f8"),
+        # what it has done
+        ("least_free_blocks", "i8"),
+        ("busy_s", "f8"),
+        ("batch_s", "f8"),
+        ("steps", "i8"),
+        ("preemptions", "i8"),
+    ]
+)
 
-LANE = np.dtype([
-    ("instance", "i8"), ("running", "i8"), ("context", "i8"), ("steps", "i8"), ("in_flight", "i8"),
-    ("penalty_s", "f8"), ("newest", "i8"),
-])
+LANE = np.dtype(
+    [
+        ("instance", "i8"),
+        ("running", "i8"),
+        ("context", "i8"),
+        ("steps", "i8"),
+        ("in_flight", "i8"),
+        ("penalty_s", "f8"),
+        ("newest", "i8"),
+    ]
+)
 
-REQUEST = np.dtype([
-    # the load
-    ("arrival_s", "f8"), ("prompt", "i8"), ("output", "i8"), ("slo_class", "i8"), ("counted", "i8"),
-    # when things happened to it
-    ("prefill_start_s", "f8"), ("prefill_end_s", "f8"), ("pull_start_s", "f8"), ("pull_end_s", "f8"),
-    ("first_step_s", "f8"), ("finish_s", "f8"),
-    # where it is
-    ("prefill_at", "i8"), ("decode_at", "i8"), ("generated", "i8"), ("prefilled", "i8"), ("chunk", "i8"),
-    ("last_step", "i8"), ("key", "i8"), ("missed", "i8"),
-    # its neighbours in the lists
-    ("after", "i8"), ("older", "i8"), ("newer", "i8"), ("due_before", "i8"), ("due_after", "i8"),
-])
+REQUEST = np.dtype(
+    [
+        # the load
+        ("arrival_s", "f8"),
+        ("prompt", "i8"),
+        ("output", "i8"),
+        ("slo_class", "i8"),
+        ("counted", "i8"),
+        # when things happened to it
+        ("prefill_start_s", "f8"),
+        ("prefill_end_s", "f8"),
+        ("pull_start_s", "f8"),
+        ("pull_end_s", "f8"),
+        ("first_step_s", "f8"),
+        ("finish_s", "f8"),
+        # where it is
+        ("prefill_at", "i8"),
+        ("decode_at", "i8"),
+        ("generated", "i8"),
+        ("prefilled", "i8"),
+        ("chunk", "i8"),
+        ("last_step", "i8"),
+        ("key", "i8"),
+        ("missed", "i8"),
+        # its neighbours in the lists
+        ("after", "i8"),
+        ("older", "i8"),
+        ("newer", "i8"),
+        ("due_before", "i8"),
+        ("due_after", "i8"),
+    ]
+)
 
 STAGE = np.dtype([("share", "f8"), ("free_s", "f8")])
 
 GOAL = np.dtype([("ttft_s", "f8"), ("tpot_s", "f8"), ("inclusive", "i8"), ("budget", "f8"), ("missed", "i8")])
 
-SCALAR = np.dtype([
-    ("block_tokens", "i8"), ("first_token_at_prefill", "i8"), ("max_pulls", "i8"), ("kv_bytes_per_token", "f8"),
-    ("events", "i8"), ("steps", "i8"), ("serial", "i8"), ("waiting_pulls", "i8"), ("flows", "i8"), ("settled_s", "f8"),
-    ("last_entry", "i8"), ("last_decode", "i8"), ("pulls_in_loop", "i8"), ("pull_s", "f8"), ("pull_share", "f8"),
-])
+SCALAR = np.dtype(
+    [
+        ("block_tokens", "i8"),
+        ("first_token_at_prefill", "i8"),
+        ("max_pulls", "i8"),
+        ("kv_bytes_per_token", "f8"),
+        ("events", "i8"),
+        ("steps", "i8"),
+        ("serial", "i8"),
+        ("waiting_pulls", "i8"),
+        ("flows", "i8"),
+        ("settled_s", "f8"),
+        ("last_entry", "i8"),
+        ("last_decode", "i8"),
+        ("pulls_in_loop", "i8"),
+        ("pull_s", "f8"),
+        ("pull_share", "f8"),
+    ]
+)
 
 
 class World(NamedTuple):

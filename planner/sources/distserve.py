@@ -41,9 +41,7 @@ def load(
         name=slug(engine, model, gpu),
         model=model,
         gpu=gpu,
-        engine="DistServe (SwiftTransformer)"
-        if engine == "distserve"
-        else "vLLM 0.2.3, as DistServe compared with it",
+        engine="DistServe (SwiftTransformer)" if engine == "distserve" else "vLLM 0.2.3, as DistServe compared with it",
         dtype="float16",
         interconnect="NVLink inside a node of 8",
         provenance=Provenance(
@@ -67,9 +65,7 @@ def load(
 def _coefficients(file: str, model: str, degrees: Any) -> tuple[Coefficients, ...]:
     if not isinstance(degrees, dict) or not degrees:
         raise InputError(Fault(f"{model}: expected a mapping of tensor-parallel degrees to fits", file))
-    return tuple(
-        sorted((_degree(file, f"{model}.{tp}", tp, fit) for tp, fit in degrees.items()), key=lambda f: f.tp)
-    )
+    return tuple(sorted((_degree(file, f"{model}.{tp}", tp, fit) for tp, fit in degrees.items()), key=lambda f: f.tp))
 
 
 def _degree(file: str, where: str, tp: str, fit: Any) -> Coefficients:
@@ -97,9 +93,7 @@ def _three(file: str, where: str, fit: dict[str, Any], key: str) -> tuple[float,
     """Return three coefficients in seconds."""
     values = fit.get(key)
     if not isinstance(values, list) or len(values) != 3 or not all(map(_finite, values)):
-        raise InputError(
-            Fault(f"expected three numbers in ms, got {str(values)[:60]}", file, field=f"{where}.{key}")
-        )
+        raise InputError(Fault(f"expected three numbers in ms, got {str(values)[:60]}", file, field=f"{where}.{key}"))
     return values[0] / 1e3, values[1] / 1e3, values[2] / 1e3
 
 
@@ -123,9 +117,7 @@ def _finite(value: Any) -> bool:
 def _kv_tokens(path: str | Path, model: str) -> tuple[KvTokens, ...]:
     rows = read_table(path, ("model", "tp", "pp", "max_num_tokens"))
     found = {
-        (row.count("tp"), row.count("pp")): row.count("max_num_tokens")
-        for row in rows
-        if row.text("model") == model
+        (row.count("tp"), row.count("pp")): row.count("max_num_tokens") for row in rows if row.text("model") == model
     }
     if not found:
         raise InputError(Fault(f"no rows of {model}", str(path)))

@@ -23,9 +23,7 @@ DECODE = ("x_kv_usage", "y_context_length", "z_itl", "max_kv_tokens")
 _WAITED = 0.1
 
 
-def load(
-    path: str | Path, model: str, gpu: str, tp: int = 1, engine: str = "vLLM", dtype: str = "unstated"
-) -> Profile:
+def load(path: str | Path, model: str, gpu: str, tp: int = 1, engine: str = "vLLM", dtype: str = "unstated") -> Profile:
     """Return the profile in one `.npz` file, or in all those of a folder. The files do not name model and
     GPU.
 
@@ -83,9 +81,7 @@ def _load(file: Path) -> dict[str, np.ndarray]:
         raise InputError(Fault(f"not a plain .npz file of numbers: {error}", str(file))) from None
 
 
-def _columns(
-    path: str | Path, arrays: dict[str, np.ndarray], names: tuple[str, ...]
-) -> list[np.ndarray] | None:
+def _columns(path: str | Path, arrays: dict[str, np.ndarray], names: tuple[str, ...]) -> list[np.ndarray] | None:
     """Return the named arrays, of one length and positive; None when none of them is there."""
     there = [name for name in names if name in arrays]
     if not there:

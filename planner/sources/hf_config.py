@@ -107,9 +107,7 @@ _PLAIN = _Family()
 _GPT = _Family(tied=True, gated=False, biases="all", norm_biases=True, mlp_multiple=4)
 _QWEN = _Family(window_by_default=False)
 _FAMILIES: dict[str, _Family] = {
-    **dict.fromkeys(
-        ("llama", "mistral", "mixtral", "phi3", "deepseek_v2", "olmo", "yi", "internlm2"), _PLAIN
-    ),
+    **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "deepseek_v2", "olmo", "yi", "internlm2"), _PLAIN),
     "baichuan": _PLAIN,
     "bloom": _GPT,
     "chatglm": _Family(biases="qkv"),
@@ -267,9 +265,7 @@ def _find_decoder(document: Document) -> _Config:
     while waiting:
         part, outer = waiting.popleft()
         seen.append(show_path(part.prefix[len(document.prefix) :]) or "the top level")
-        score = sum(
-            any(part.data.get(name) is not None for name in names) for names in (LAYERS, HIDDEN, HEADS)
-        )
+        score = sum(any(part.data.get(name) is not None for name in names) for names in (LAYERS, HIDDEN, HEADS))
         if score > best_score:
             best, best_score = _Config(part, outer), score
         if score == 3:
@@ -283,9 +279,7 @@ def _parts(data: dict[Any, Any]) -> list[str]:
     """Return the keys under which a decoder may be, the likeliest first."""
     keys = [key for key, value in data.items() if isinstance(key, str) and isinstance(value, dict)]
     ranks = {key: index for index, key in enumerate(_TEXT_PARTS)}
-    return sorted(
-        (key for key in keys if not _OTHER_PARTS.search(key)), key=lambda key: (ranks.get(key, 99), key)
-    )
+    return sorted((key for key in keys if not _OTHER_PARTS.search(key)), key=lambda key: (ranks.get(key, 99), key))
 
 
 def _name(document: Document) -> str:
@@ -500,9 +494,7 @@ def _dense_layers(config: _Config, layers: int) -> Iterator[int]:
         if isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < layers:
             yield layer
         else:
-            config.fault(
-                f"expected a layer from 0 to {layers - 1}, got {_short(layer)}", "mlp_only_layers", index
-            )
+            config.fault(f"expected a layer from 0 to {layers - 1}, got {_short(layer)}", "mlp_only_layers", index)
     frequency = config.data.get("moe_layer_freq")
     if isinstance(frequency, list):
         yield from (layer for layer, mixture in enumerate(frequency[:layers]) if not mixture)
@@ -530,9 +522,7 @@ def _attention(config: _Config, family: _Family, layers: int) -> dict[str, Any]:
     if window is None:
         pattern = ["full" if kind == "sliding" else kind for kind in pattern]
     if "linear" in pattern:
-        config.notes.append(
-            "linear-attention layers: no growing cache; their weights are counted as full attention"
-        )
+        config.notes.append("linear-attention layers: no growing cache; their weights are counted as full attention")
     return {
         "attention_pattern": _shortest_period(pattern),
         "window_tokens": window if "sliding" in pattern else None,
@@ -607,9 +597,7 @@ def _block(config: _Config, name: str) -> tuple[int, int] | None:
     block = config.items(name)
     if block is None:
         return None
-    if len(block) == 2 and all(
-        isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in block
-    ):
+    if len(block) == 2 and all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in block):
         return block[0], block[1]
     config.fault(f"expected two block sides such as [128, 128], got {_short(block)}", name)
     return None

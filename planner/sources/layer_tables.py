@@ -46,9 +46,7 @@ def vidur(
         raise InputError(Fault(f"no rows of TP{tp}; the table has TP {known}", str(path)))
     degrees = [tp] if tp is not None else sorted(tables)
     if max(degrees) > 1 and all_reduce is None:
-        raise InputError(
-            Fault(f"TP{max(degrees)} needs the table of all-reduce times (all_reduce=FILE)", str(path))
-        )
+        raise InputError(Fault(f"TP{max(degrees)} needs the table of all-reduce times (all_reduce=FILE)", str(path)))
     samples: list[Sample] = []
     for degree in degrees:
         reduce = _vidur_all_reduce(all_reduce, degree) if degree > 1 and all_reduce else _nothing
@@ -86,9 +84,7 @@ def _nothing(_: float) -> float:
 def _vidur_layers(path: str | Path) -> dict[int, dict[str, dict[int, float]]]:
     """Return per degree the time [s] by tokens of one layer's operators, and of what happens once."""
     rows = read_table(path, ("num_tokens", "num_tensor_parallel_workers", "time_stats.mlp_up_proj.median"))
-    operators = [
-        name for name in rows[0].cells if name.startswith("time_stats.") and name.endswith(".median")
-    ]
+    operators = [name for name in rows[0].cells if name.startswith("time_stats.") and name.endswith(".median")]
     times: dict[int, dict[str, dict[int, list[float]]]] = defaultdict(
         lambda: {"layer": defaultdict(list), "once": defaultdict(list)}
     )
@@ -127,9 +123,7 @@ def _vidur_instance(
         return model.layers * (layer(tokens) + collectives) + once(tokens) + head_s
 
     def prefill_s(tokens: int) -> float:
-        return step_s(tokens) + model.attention_flops(tokens) / (
-            tp * gpu.fp16_flop_per_s * ATTENTION_EFFICIENCY
-        )
+        return step_s(tokens) + model.attention_flops(tokens) / (tp * gpu.fp16_flop_per_s * ATTENTION_EFFICIENCY)
 
     def decode_s(batch: int, context: int) -> float:
         read = batch * sum(model.stage_kv_bytes(Layout(tp), context))

@@ -109,9 +109,7 @@ def _preset(family: str, kind: Any, name: str) -> Any:
     document = load_preset(family, name)
     if document is None:
         names = preset_names(family)
-        raise InputError(
-            f"no preset named {name!r}{suggest(name, names)}; shipped {family}: {', '.join(names)}"
-        )
+        raise InputError(f"no preset named {name!r}{suggest(name, names)}; shipped {family}: {', '.join(names)}")
     return validate(kind, document)
 
 

@@ -44,9 +44,7 @@ class Row:
         """Return the cell as a whole number. Raises InputError with the line."""
         number = self.number(column, least - 1)
         if number != int(number) or number > 10**9:
-            raise bad_row(
-                self.file, self.line, f"{column}: expected a whole number, got {self.text(column)!r}"
-            )
+            raise bad_row(self.file, self.line, f"{column}: expected a whole number, got {self.text(column)!r}")
         return int(number)
 
 

@@ -45,9 +45,7 @@ _TIME = (
 )
 # fmt: on
 
-_DATE = re.compile(
-    r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(\.\d+)? ?(Z|[+-]\d\d:?\d\d)?", re.ASCII | re.IGNORECASE
-)
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(\.\d+)? ?(Z|[+-]\d\d:?\d\d)?", re.ASCII | re.IGNORECASE)
 
 
 class Table(NamedTuple):
@@ -123,9 +121,7 @@ class _Clock:
             raise _BadRowError(f"expected a time such as 2023-11-16 18:15:46.68, got {_short(value)}")
         number = _number(value, "arrival time") * unit_s
         if number > _MOST_SECONDS:
-            raise _BadRowError(
-                f"expected a time in seconds, got {_short(value)}; if in ms, call it timestamp_ms"
-            )
+            raise _BadRowError(f"expected a time in seconds, got {_short(value)}; if in ms, call it timestamp_ms")
         self.numbers = True
         return number
 
@@ -181,9 +177,7 @@ def _block_ids(value: Any) -> tuple[int, ...]:
 
 def _short(value: Any) -> str:
     if isinstance(value, list | dict):
-        return (
-            "a list" if isinstance(value, list) else "an object"
-        )  # repr() of deep nesting can overflow the stack
+        return "a list" if isinstance(value, list) else "an object"  # repr() of deep nesting can overflow the stack
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -237,9 +231,7 @@ def _choose(names: tuple[str, ...], present: list[str] | dict[str, Any]) -> str 
 
 def _no_column(what: str, columns: _Columns, header: list[str], file: str, line: int) -> Fault:
     names = ", ".join(columns.wanted()[what])
-    return Fault(
-        f"no column for the {what}: expected one of {names}; got {_short(','.join(header))}", file, line
-    )
+    return Fault(f"no column for the {what}: expected one of {names}; got {_short(','.join(header))}", file, line)
 
 
 def _cells(line: str) -> list[str]:
@@ -306,9 +298,7 @@ def _read(text: str, file: str, on_bad_row: OnBadRow, columns: _Columns) -> tupl
     notes = ledger.settle()
     if not parsed:
         rows = len(ledger.faults)
-        raise InputError(
-            Fault(f"no requests: all {rows} rows are bad" if rows else "no requests: only a header", file)
-        )
+        raise InputError(Fault(f"no requests: all {rows} rows are bad" if rows else "no requests: only a header", file))
     return _sorted_table(parsed, notes)
 
 
@@ -368,9 +358,7 @@ def read_trace(text: str, file: str, on_bad_row: OnBadRow = "reject") -> Table:
     """Return any CSV or JSON Lines log with a time [s, ms if its name ends in _ms, or a date] and two
     lengths."""
     if '"hash_ids"' in text[:100_000] and '"timestamp"' in text[:100_000]:
-        raise InputError(
-            Fault("looks like a Mooncake trace, whose timestamps are in ms; say source: mooncake", file)
-        )
+        raise InputError(Fault("looks like a Mooncake trace, whose timestamps are in ms; say source: mooncake", file))
     return _read(text, file, on_bad_row, _Columns(_TIME, _PROMPT, _OUTPUT))[0]
 
 

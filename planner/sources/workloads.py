@@ -34,9 +34,7 @@ def read_workload(document: Document) -> Workload:
 def _assembled(stem: str, spec: WorkloadSpec, table: Table, digest: str, document: Document) -> Workload:
     try:
         return make_workload(spec.name or stem, spec, table.requests, table.notes, digest)
-    except (
-        InputError
-    ) as error:  # what cannot be played is the choice of source and arrivals, which has a line
+    except InputError as error:  # what cannot be played is the choice of source and arrivals, which has a line
         raise InputError([document.fault(fault.message, "source") for fault in error.faults]) from None
 
 
@@ -76,9 +74,7 @@ def _slice_mismatches(spec: WorkloadSpec, document: Document) -> Iterator[Fault]
 
 
 def _fixed(spec: WorkloadSpec) -> Table:
-    prompt, output = (
-        np.array([tokens], dtype=np.int64) for tokens in (spec.prompt_tokens, spec.output_tokens)
-    )
+    prompt, output = (np.array([tokens], dtype=np.int64) for tokens in (spec.prompt_tokens, spec.output_tokens))
     return Table(make_requests(np.zeros(1), prompt, output), ())
 
 
@@ -95,8 +91,6 @@ def _sliced(table: Table, spec: WorkloadSpec, document: Document) -> Table:
     kept = cut(table, spec.slice.start_s, spec.slice.end_s, spec.slice.max_requests)
     if not len(kept.requests):
         last_s = table.requests.arrival_s[-1]
-        raise InputError(
-            document.fault(f"no requests in this slice; the trace runs from 0 to {last_s:g} s", "slice")
-        )
+        raise InputError(document.fault(f"no requests in this slice; the trace runs from 0 to {last_s:g} s", "slice"))
     part = f"{len(kept.requests)} of {len(table.requests)} requests are in the slice"
     return kept._replace(notes=(*kept.notes, part))

@@ -37,9 +37,7 @@ EFFICIENCY: dict[str, Default] = {
     "infiniband": Default(0.74, "KV over 2 x 200 Gb/s: 37 of 50 GB/s (Mooncake#1668); NCCL 35 of 50 (Vidur)"),
     "roce": Default(0.74, "KV over 2 x 200 Gb/s: 37 of 50 GB/s (Mooncake#1668)"),
     "efa": Default(0.6, "no measurement at hand; one report of 0.3 GB/s (nixl#1021): measure it"),
-    "tcp": Default(
-        0.6, "no share measured; sockets copy through host memory; 0.26 GB/s was reported (Mooncake#6)"
-    ),
+    "tcp": Default(0.6, "no share measured; sockets copy through host memory; 0.26 GB/s was reported (Mooncake#6)"),
     "uplink": Default(0.74, "as the network cards below it; flows that hash onto one cable share it"),
 }
 # One way. NVLink: 14 ring steps of an 8-GPU all-reduce take 14 us (apex_plus, H100). Network: NCCL send/recv

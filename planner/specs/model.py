@@ -81,11 +81,7 @@ class Moe(Spec):
 
     def covers(self, layer: int) -> bool:
         """True when `layer` (from 0) is a mixture."""
-        return (
-            layer >= self.first_dense_layers
-            and (layer + 1) % self.every == 0
-            and layer not in self.dense_layers
-        )
+        return layer >= self.first_dense_layers and (layer + 1) % self.every == 0 and layer not in self.dense_layers
 
     def touched_share(self, tokens: float) -> float:
         """Return the expected share of the experts that `tokens` tokens wake: 1 - (1 - k/E)^T.
@@ -255,8 +251,7 @@ class ModelSpec(Spec):
         matrix is on both.
         """
         return tuple(
-            sum(self._bytes(tensor) for tensor in self._stage_tensors(layout, stage))
-            for stage in range(layout.pp)
+            sum(self._bytes(tensor) for tensor in self._stage_tensors(layout, stage)) for stage in range(layout.pp)
         )
 
     @property
@@ -267,9 +262,7 @@ class ModelSpec(Spec):
     @property
     def shared_weight_bytes(self) -> int:
         """Bytes that every step streams whatever its tokens: all but routed experts and looked-up tables."""
-        return sum(
-            self._bytes(tensor) for tensor in self._tensors() if tensor.role not in ("expert", "table")
-        )
+        return sum(self._bytes(tensor) for tensor in self._tensors() if tensor.role not in ("expert", "table"))
 
     def streamed_weight_bytes(self, tokens: float) -> float:
         """Return the weight bytes that a step of T tokens reads: shared + experts (1 - (1 - k/E)^T)."""
@@ -350,9 +343,7 @@ class ModelSpec(Spec):
         Stages differ in layers, and in dense against expert layers; the last has the vocabulary projection.
         `projected_share` of the tokens need that: 1 in decode, one per prompt (nearly 0) in prefill.
         """
-        work = [
-            float(sum(map(self._flops, self._stage_tensors(Layout(1, pp), stage)))) for stage in range(pp)
-        ]
+        work = [float(sum(map(self._flops, self._stage_tensors(Layout(1, pp), stage)))) for stage in range(pp)]
         work[-1] -= (1.0 - projected_share) * self.head_flops_per_token
         return tuple(share / sum(work) for share in work)
 
@@ -521,9 +512,7 @@ class ModelSpec(Spec):
         return 0 if tensor.role in ("vector", "table") else 2 * self._active(tensor)
 
     def _bytes(self, tensor: Tensor) -> int:
-        covered = (
-            ("expert",) if self.quantisation and self.quantisation.experts_only else ("linear", "expert")
-        )
+        covered = ("expert",) if self.quantisation and self.quantisation.experts_only else ("linear", "expert")
         if self.quantisation and tensor.role in covered:
             return self.quantisation.stored_bytes(tensor.inputs, tensor.outputs) * tensor.copies
         return tensor.parameters * DTYPE_BYTES[self.dtype]

@@ -54,9 +54,7 @@ class Vertex(NamedTuple):
 
     def __str__(self) -> str:
         single = self.kind in ("host", "leaf", "spine", "nvdomain")
-        return ":".join(
-            part for part in (self.owner, self.kind if single else f"{self.kind}{self.number}") if part
-        )
+        return ":".join(part for part in (self.owner, self.kind if single else f"{self.kind}{self.number}") if part)
 
 
 @dataclass(frozen=True, slots=True)

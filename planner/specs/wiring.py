@@ -54,9 +54,7 @@ class NodePlan:
 
     def port_bytes_per_s(self, index: int) -> float:
         """Return the nominal speed [bytes/s] of a device's PCIe slot."""
-        return next(
-            (port.bytes_per_s for port in self.links.ports if port.gpu == index), self.pcie_bytes_per_s
-        )
+        return next((port.bytes_per_s for port in self.links.ports if port.gpu == index), self.pcie_bytes_per_s)
 
     @property
     def pcie_own(self) -> float | None:
@@ -76,9 +74,7 @@ def _nvlink_groups(links: Links, indices: tuple[int, ...]) -> tuple[tuple[int, .
     return tuple(pairs)
 
 
-def _with_singles(
-    groups: tuple[tuple[int, ...], ...], indices: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
+def _with_singles(groups: tuple[tuple[int, ...], ...], indices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     covered = {index for group in groups for index in group}
     return tuple(sorted((*groups, *((index,) for index in indices if index not in covered))))
 
@@ -92,9 +88,7 @@ def _kind(group: NodeGroup, gpu: Gpu, parts: tuple[Any, ...]) -> tuple[Any, ...]
         return tuple(tuple(at[index] for index in indexes) for indexes in groups)
 
     ports = tuple(sorted((at[port.gpu], port.bytes_per_s) for port in links.ports))
-    pairs = tuple(
-        sorted((tuple(sorted(at[i] for i in pair.gpus)), pair.bytes_per_s) for pair in links.measured)
-    )
+    pairs = tuple(sorted((tuple(sorted(at[i] for i in pair.gpus)), pair.bytes_per_s) for pair in links.measured))
     cards = tuple((len(port.cards), places([port.gpus]), port.root) for port in nics if port.gpus)
     card = group.nics and (group.nics.kind, group.nics.bytes_per_s, group.nics.efficiency)
     lanes = (links.kind, places(nvlink), speed, links.efficiency, links.latency_s)
@@ -114,8 +108,7 @@ def _nic_ports(group: NodeGroup, roots: tuple[tuple[int, ...], ...]) -> tuple[Po
     ports = [(tuple(cards), gpus, _root_above(gpus, roots)) for gpus, cards in bonded.items()]
     served = _serve(group.indices, ports, roots)
     return tuple(
-        Port(cards, tuple(i for i in group.indices if served[i] == p), root)
-        for p, (cards, _, root) in enumerate(ports)
+        Port(cards, tuple(i for i in group.indices if served[i] == p), root) for p, (cards, _, root) in enumerate(ports)
     )
 
 

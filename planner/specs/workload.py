@@ -111,9 +111,7 @@ def make_requests(
     prefix_blocks: tuple[tuple[int, ...], ...] | None = None,
 ) -> Requests:
     """Return Requests of the one class 0."""
-    return Requests(
-        arrival_s, prompt_tokens, output_tokens, np.zeros(len(arrival_s), np.int64), prefix_blocks
-    )
+    return Requests(arrival_s, prompt_tokens, output_tokens, np.zeros(len(arrival_s), np.int64), prefix_blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,10 +186,7 @@ class Workload:
         """p50, p90, p99 and max of the lengths of what is played [tokens], by nearest rank."""
         columns = {"prompt_tokens": self.table.prompt_tokens, "output_tokens": self.table.output_tokens}
         return {
-            name: {
-                label: float(np.percentile(column, q, method="inverted_cdf"))
-                for label, q in PERCENTILES.items()
-            }
+            name: {label: float(np.percentile(column, q, method="inverted_cdf")) for label, q in PERCENTILES.items()}
             for name, column in columns.items()
         }
 
@@ -202,9 +197,7 @@ class Workload:
         if self.failed:
             zeros.append(f"failed requests (no output), not played: {self.failed} of {len(self.base)}")
         if self.prefill_only:
-            zeros.append(
-                f"prefill-only requests, played with one token: {self.prefill_only} of {len(self.base)}"
-            )
+            zeros.append(f"prefill-only requests, played with one token: {self.prefill_only} of {len(self.base)}")
         return (*self.read_notes, *zeros, *_steady_note(self))
 
     def limited_to(self, max_tokens: int) -> Workload:
@@ -228,9 +221,7 @@ class Workload:
         )
         return _with_base(self, self.base.take(fits), (*self.read_notes, note))
 
-    def generate(
-        self, rate_rps: float, duration_s: float, seed: int, *, prefix_blocks: bool = False
-    ) -> Requests:
+    def generate(self, rate_rps: float, duration_s: float, seed: int, *, prefix_blocks: bool = False) -> Requests:
         """Return the requests of [0, duration_s) at a mean rate of `rate_rps`.
 
         Equal seeds give the same sequence of lengths and relative gaps at every rate. For trace arrivals,
@@ -245,14 +236,10 @@ class Workload:
         else:
             times, rows = _process_times(self.spec, len(self.table), length, seed)
         blocks = _replayed_blocks(self.table.prefix_blocks, rows) if prefix_blocks else None
-        return make_requests(
-            times / rate_rps, self.table.prompt_tokens[rows], self.table.output_tokens[rows], blocks
-        )
+        return make_requests(times / rate_rps, self.table.prompt_tokens[rows], self.table.output_tokens[rows], blocks)
 
 
-def make_workload(
-    name: str, spec: WorkloadSpec, base: Requests, notes: tuple[str, ...], digest: str
-) -> Workload:
+def make_workload(name: str, spec: WorkloadSpec, base: Requests, notes: tuple[str, ...], digest: str) -> Workload:
     """Return the Workload of `base` (sorted by arrival), limited to `spec.max_tokens`, brought to its rate.
 
     Raises InputError when nothing is left to play, or when trace arrivals are asked for and there is no rate
@@ -269,14 +256,10 @@ def _with_base(workload: Workload, base: Requests, notes: tuple[str, ...]) -> Wo
     base = replace(base, arrival_s=base.arrival_s - base.arrival_s[0])
     workload = replace(workload, base=base, table=_playable(workload.spec, base), read_notes=notes)
     if not len(workload.table):
-        raise InputError(
-            Fault("no requests: every row is a failed request (no output tokens)", workload.name)
-        )
+        raise InputError(Fault("no requests: every row is a failed request (no output tokens)", workload.name))
     if workload.spec.process == "trace" and workload.steady_rate_rps is None:
         way_out = "use arrivals: poisson and a rate_rps"
-        raise InputError(
-            Fault(f"all requests arrive at one instant, which has no rate; {way_out}", workload.name)
-        )
+        raise InputError(Fault(f"all requests arrive at one instant, which has no rate; {way_out}", workload.name))
     return workload
 
 
@@ -324,9 +307,7 @@ def steady_rows(arrival_s: FloatArray) -> tuple[int, int]:
     whole = (0, len(arrival_s) - 1)
     if _rate_rps(arrival_s) is None:
         return whole
-    ends = np.unique(
-        np.linspace(0, len(arrival_s) - 1, min(len(arrival_s), _SCAN_POINTS)).round().astype(np.intp)
-    )
+    ends = np.unique(np.linspace(0, len(arrival_s) - 1, min(len(arrival_s), _SCAN_POINTS)).round().astype(np.intp))
     span_s = arrival_s[-1] - arrival_s[0]
     times = arrival_s[ends] / span_s
     gaps, width = ends[None, :] - ends[:, None], times[None, :] - times[:, None]
