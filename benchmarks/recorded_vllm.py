@@ -1,8 +1,8 @@
 """Replay recorded vLLM 0.19 runs through an aggregated instance and print real beside simulated. `make recorded`.
 
 Llama-3.1-8B on one RTX 4090 and one RTX PRO 6000 (tests/data/vllm_runs). The latencies are put together from layer
-tables of the same cards, which hold no host work between kernels, and nothing is fitted to the runs: the simulation must
-come out too fast, and by how much says what that host work and our law for mixed steps are worth.
+tables of the same cards, which hold no host work between kernels, and nothing is fitted to the runs: the simulation
+must come out too fast, and by how much says what that host work and our law for mixed steps are worth.
 """
 
 from __future__ import annotations

@@ -283,6 +283,7 @@ def _html(question: Any, pieces: Iterator[Any]) -> str:
     for piece in pieces:
         console.print(piece)
     page = console.export_html(inline_styles=True)
+    page = page.replace("<head>", f"<head>\n<title>{question.name}: goodput plan</title>", 1)
     return page.replace("</body>", f"{to_svg(question.topology)}\n</body>")
 
 

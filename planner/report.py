@@ -13,6 +13,7 @@ from planner.options import Option
 from planner.pipeline import Plan
 from planner.search.joint import Scored
 from planner.search.layouts import Kind, by_reason
+from planner.specs.slo import Slo
 from planner.specs.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def render(plan: Plan) -> Iterator[RenderableType]:
     yield Text(_confidence(plan), style="dim")
     yield _options(plan)
     yield _instances(plan.chosen)
-    yield _latencies(plan.chosen)
+    yield _latencies(plan.chosen, plan.problem.slos)
     yield _busy(plan.chosen)
     yield _bounds(plan)
     yield _fit(plan)
@@ -209,15 +210,22 @@ _TERMS = {
 }
 
 
-def _latencies(option: Option) -> RenderableType:
+_HANDOFF = ("handoff", "first_decode_wait")
+
+
+def _latencies(option: Option, slos: tuple[Slo, ...]) -> RenderableType:
     """TTFT itemised, and TPOT, at the rate of the report."""
     report = option.report
-    attained = ", ".join(f"{share:.1%}" for share in report.attainment)
+    attained = ", ".join(
+        f"{slo.name + ' ' if slo.name else ''}{share:.1%}" for slo, share in zip(slos, report.attainment, strict=True)
+    )
     title = f"At {_rps(report.rate_rps)} requests/s ({attained} attain)"
     table = _table(title, "term", "mean", "p50", "p90", "p99", right=1)
     for name, label in _TERMS.items():
         spread = getattr(report.latencies, name)
         values = (spread.mean_s, spread.p50_s, spread.p90_s, spread.p99_s)
+        if name in _HANDOFF and "decode" not in report.load:
+            continue
         table.add_row(label, *(show_seconds(v) if isfinite(v) else "-" for v in values))
     return table
 
@@ -265,7 +273,7 @@ def _arithmetic(plan: Plan, option: Option) -> list[str]:
         counts[kind] = counts.get(kind, 0) + 1
     for kind, count in counts.items():
         each = plan.kinds.saturation[kind]
-        lines.append(f"  {kind}: {count} instances x {_rps(each)} requests/s at saturation = {_rps(count * each)}")
+        lines.append(f"  {kind}: {count} x {_rps(each)} requests/s at saturation = {_rps(count * each)}")
     return lines
 
 

@@ -58,10 +58,27 @@ def judge(
     gain, low, high = _gain(problem, disaggregated, aggregated)
     if (verdict := _by_demand(problem, disaggregated, aggregated, (gain, low, high))) is not None:
         return verdict
-    if low > 0:
+    error = _latency_error(disaggregated, aggregated)
+    if low > 0 and gain > error:
         return Verdict("disaggregated", False, gain, low, high, _interference(problem, trials, gain, aggregated))
-    reason = _cost_of_splitting(problem, kinds, trials, gain, disaggregated, aggregated)
-    return Verdict("aggregated", high >= 0, gain, low, high, reason)
+    if low > 0:
+        reason = f"the gain is within what the latencies miss at the median ({error:.1%} on data left out of the fit)"
+    else:
+        reason = _cost_of_splitting(problem, kinds, trials, gain, disaggregated, aggregated)
+    return Verdict("aggregated", high >= 0 or -gain <= error, gain, low, high, reason)
+
+
+def _latency_error(*options: Option) -> float:
+    """Return the largest median held-out error of the latencies that the options rest on; 0 where none is known.
+
+    A fault that both ways share cancels in their ratio, but no more than that is sure.
+    """
+    errors = [0.0]
+    for kind in (kind for option in options for kind in option.placed.kinds):
+        of_phase = {"prefill": (kind.cost.prefill_error,), "decode": (kind.cost.decode_error,)}
+        both = (kind.cost.prefill_error, kind.cost.decode_error)
+        errors += [error.median for error in of_phase.get(kind.phase, both) if error is not None]
+    return max(errors)
 
 
 def _gain(problem: Problem, one: Option, other: Option) -> tuple[float, float, float]:

@@ -79,11 +79,17 @@ def test_the_headlines_gain_is_that_of_the_claims_beside_it(name):
 
 @everyone()
 def test_a_verdict_never_recommends_what_the_interval_does_not_support(name):
-    verdict = solved(**PROBLEMS[name]).verdict
-    assert verdict.gain_low is not None and verdict.gain_high is not None
+    found = solved(**PROBLEMS[name])
+    verdict = found.verdict
+    assert verdict.gain is not None and verdict.gain_low is not None and verdict.gain_high is not None
     if "the load decides" not in verdict.reason:
-        assert (verdict.mode == "disaggregated") == (verdict.gain_low > 0)
-        assert verdict.tie == (verdict.gain_low <= 0 <= verdict.gain_high)
+        # beyond the luck of the seeds, and beyond what the latencies miss on data left out of the fit
+        kinds = [kind for option in (found.disaggregated, found.aggregated) if option for kind in option.placed.kinds]
+        worst = max(e.median if e else 0.0 for k in kinds for e in (k.cost.prefill_error, k.cost.decode_error))
+        clear = abs(verdict.gain) > worst and not verdict.gain_low <= 0 <= verdict.gain_high
+        assert (verdict.mode == "disaggregated") <= (verdict.gain_low > 0)
+        assert verdict.tie <= (not clear)
+        assert clear <= (not verdict.tie)
     assert verdict.headline.startswith("Disaggregate" if verdict.mode == "disaggregated" else "Do not disaggregate")
 
 
