@@ -19,6 +19,7 @@ from planner.simulator.cluster import Instance, KvPath, Limits, System
 from planner.simulator.metrics import Spread
 from planner.specs.base import Document, dump_yaml, validate
 from planner.specs.deployment import (
+    MOST,
     VERSION,
     Claim,
     CostSpec,
@@ -134,7 +135,7 @@ def _cost(cost: CostModel) -> CostSpec:
     errors = {"prefill": cost.prefill_error, "decode": cost.decode_error}
     return CostSpec(
         family=cost.family,
-        parameters=tuple(float(p) for p in cost.parameters),
+        parameters=tuple(min(float(p), MOST) for p in cost.parameters),  # a law without a second regime has inf there
         stage_share=cost.stage_share,
         handoff_s=cost.handoff_s,
         handoff_s_per_token=cost.handoff_s_per_token,

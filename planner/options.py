@@ -40,6 +40,9 @@ _PILOT_REQUESTS = 1000
 _SCREEN = 0.95
 """Share of the load asked for at which a short run decides whether a longer look is worth it."""
 _MOST_TIMES = 10
+_FLOOR_TIMES = 30
+"""A TPOT bound of a minute, which no answer comes near, asks for hours of simulation: no more than so many times the
+requests that were wanted."""
 """A run is cut short where the rate tried is so many times the one that its length was made for."""
 
 
@@ -95,7 +98,8 @@ def trials_for(problem: Problem, kinds: Kinds) -> Trials:
     rate_rps = problem.demand_rps or _rough_goodput_rps(problem, kinds, floor_s)
 
     def trial(requests: int) -> Trial:
-        duration_s = max(requests / rate_rps, floor_s, min(settle_s, 4 * requests / rate_rps))
+        wanted_s = requests / rate_rps
+        duration_s = max(wanted_s, min(floor_s, _FLOOR_TIMES * wanted_s), min(settle_s, 4 * wanted_s))
         most = int(_MOST_TIMES * duration_s * rate_rps)  # an idle load's long hours at full speed prove no more
         return Trial(problem.workload, problem.slos, duration_s, problem.seed, most)
 
@@ -114,7 +118,9 @@ def _rough_goodput_rps(problem: Problem, kinds: Kinds, floor_s: float) -> float:
     build = rough_network(problem).system
     rate_rps = max((pilot.bound_rps for pilot in pilots), default=1.0)
     for _ in range(6):
-        trial = Trial(problem.workload, problem.slos, max(_PILOT_REQUESTS / rate_rps, floor_s), problem.seed)
+        wanted_s = _PILOT_REQUESTS / rate_rps
+        duration_s = max(wanted_s, min(floor_s, _FLOOR_TIMES * wanted_s))
+        trial = Trial(problem.workload, problem.slos, duration_s, problem.seed)
         found = [goodput_rps(trial, build(p), p.bound_rps, 0.3) for p in pilots if p.bound_rps > 0]
         before, best = rate_rps, max(found, default=0.0)
         if best <= 0:

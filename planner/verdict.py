@@ -58,18 +58,18 @@ def judge(
     gain, low, high = _gain(problem, disaggregated, aggregated)
     if (verdict := _by_demand(problem, disaggregated, aggregated, (gain, low, high))) is not None:
         return verdict
-    error = _latency_error(disaggregated, aggregated)
-    if low > 0 and gain > error:
-        return Verdict("disaggregated", False, gain, low, high, _interference(problem, trials, gain, aggregated))
     if low > 0:
-        reason = f"the gain is within what the latencies miss at the median ({error:.1%} on data left out of the fit)"
+        mode, reason = MODES[0], _interference(problem, trials, gain, aggregated)
     else:
-        reason = _cost_of_splitting(problem, kinds, trials, gain, disaggregated, aggregated)
-    return Verdict("aggregated", high >= 0 or -gain <= error, gain, low, high, reason)
+        mode, reason = MODES[1], _cost_of_splitting(problem, kinds, trials, gain, disaggregated, aggregated)
+    error = _latency_error(disaggregated, aggregated)
+    if abs(gain) <= error:
+        reason += f"; but the latencies themselves miss by {error:.1%} at the median on data left out of the fit"
+    return Verdict(mode, low <= 0 <= high or abs(gain) <= error, gain, low, high, reason)
 
 
 def _latency_error(*options: Option) -> float:
-    """Return the largest median held-out error of the latencies that the options rest on; 0 where none is known.
+    """Return the largest median error of the latencies that the options rest on; 0 where none is known.
 
     A fault that both ways share cancels in their ratio, but no more than that is sure.
     """

@@ -103,7 +103,7 @@ def test_utilisations_are_shares_and_saturation_multiplies_up(name):
     lines = [line for line in shown(found, 200).splitlines() if " at saturation = " in line]
     assert lines
     for line in lines:
-        count, each, total = re.search(r": (\d+) instances x ([\d.]+) .* = ([\d.]+)", line).groups()  # type: ignore[union-attr]
+        count, each, total = re.search(r": (\d+) x ([\d.]+) .* = ([\d.]+)", line).groups()  # type: ignore[union-attr]
         assert isclose(int(count) * float(each), float(total), rel_tol=0.01)
 
 

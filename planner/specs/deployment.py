@@ -20,7 +20,8 @@ VERSION = 1
 PARAMETERS = 20
 """Numbers in the vector of a latency law, whatever its family."""
 
-Amount = Annotated[float, Field(ge=0, le=1e18)]
+MOST = 1e18
+Amount = Annotated[float, Field(ge=0, le=MOST)]
 Text = Annotated[str, Field(min_length=1)]
 
 
