@@ -40,10 +40,10 @@ _PILOT_REQUESTS = 1000
 _SCREEN = 0.95
 """Share of the load asked for at which a short run decides whether a longer look is worth it."""
 _MOST_TIMES = 10
-_FLOOR_TIMES = 30
-"""A TPOT bound of a minute, which no answer comes near, asks for hours of simulation: no more than so many times the
-requests that were wanted."""
 """A run is cut short where the rate tried is so many times the one that its length was made for."""
+_FLOOR_TIMES = 30
+"""A TPOT bound of a minute, which no answer comes near, would ask for hours of simulated time; it gets no more than so
+many times the requests that were wanted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
