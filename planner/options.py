@@ -305,18 +305,12 @@ def _replayed(problem: Problem, trials: Trials, one: Scored) -> _Finalist | None
 
 def _measured(problem: Problem, trials: Trials, one: Scored, placement: Placement, by_key: dict) -> _Finalist:
     """Return a placement with its goodput; KV goes to every decode instance, or along the program's flows if better."""
-    placed = place_on(problem, placement, by_key)
-    trial = trials.ranking
-    goodput = goodput_rps(trial, placed.system, one.goodput_rps, 0.02)
-    if (
-        goodput < one.goodput_rps * 0.97 and len(placed.routes) > 1
-    ):  # the network costs something: fewer ways may cost less
-        narrow = place_on(problem, placement, by_key, all_pairs=False)
-        if narrow.routes.keys() != placed.routes.keys():
-            other = goodput_rps(trial, narrow.system, max(goodput, 0.5 * one.goodput_rps), 0.02)
-            if other > goodput * SLACK:
-                placed, goodput = narrow, other
-    return _Finalist(one, placed, goodput)
+    ways = [place_on(problem, placement, by_key, all_pairs) for all_pairs in (True, False)]
+    if ways[0].routes.keys() == ways[1].routes.keys():
+        ways.pop()
+    rates = [goodput_rps(trials.ranking, placed.system, one.goodput_rps, 0.02) for placed in ways]
+    narrow = len(rates) > 1 and rates[1] > rates[0] * SLACK  # the network costs so much that fewer ways cost less
+    return _Finalist(one, ways[narrow], rates[narrow])
 
 
 def _program(problem: Problem, candidates: Iterable[Candidate], **more: object) -> Program:
