@@ -113,7 +113,7 @@ Example:
   planner fit examples/llama2-70b-h100.yaml
 """,
 )
-def fit_command(problem: ProblemFile, json: Json = False) -> None:
+def fit_command(problem: ProblemFile, json: Json = False, quiet: Quiet = False) -> None:
     from dataclasses import asdict
 
     from planner.cost.fit import fit_report
@@ -122,7 +122,9 @@ def fit_command(problem: ProblemFile, json: Json = False) -> None:
     from planner.sources.problem import read_problem
     from planner.specs.base import dump_json
 
-    costs = find_kinds(read_problem(problem)).costs
+    with _progress(quiet) as step:
+        step("fitting cost models")
+        costs = find_kinds(read_problem(problem)).costs
     if json:
         rows = [row._asdict() for row in fit_report(costs)]
         models = [
@@ -165,6 +167,7 @@ def simulate_command(
     seed: Annotated[int, typer.Option(min=0, help="Luck of arrivals and lengths.")] = 0,
     records: Annotated[Path | None, typer.Option("--records", help="Write one CSV line per request here.")] = None,
     json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     from planner.deploy import read_deployment
     from planner.specs.base import check_output, dump_json, load, write_text
@@ -174,7 +177,9 @@ def simulate_command(
     from planner.what_if import records_csv, simulate_deployment, summary, summary_table
 
     spec = read_deployment(load(deployment))
-    outcome = simulate_deployment(spec, workload, rate, duration, seed)
+    with _progress(quiet) as step:
+        step(f"simulating {duration:g} s")
+        outcome = simulate_deployment(spec, workload, rate, duration, seed)
     if records is not None:
         write_text(records, records_csv(outcome))
     if json:
