@@ -41,6 +41,8 @@ _SCREEN = 0.95
 """Share of the load asked for at which a short run decides whether a longer look is worth it."""
 _MOST_TIMES = 10
 """A run is cut short where the rate tried is so many times the one that its length was made for."""
+_LONGEST_S = 2e6
+"""Three weeks of an idle load; a clock in double precision resolves the end of a transfer for about as long again."""
 _FLOOR_TIMES = 30
 """A TPOT bound of a minute, which no answer comes near, would ask for hours of simulated time; it gets no more than so
 many times the requests that were wanted."""
@@ -100,6 +102,7 @@ def trials_for(problem: Problem, kinds: Kinds) -> Trials:
     def trial(requests: int) -> Trial:
         wanted_s = requests / rate_rps
         duration_s = max(wanted_s, min(floor_s, _FLOOR_TIMES * wanted_s), min(settle_s, 4 * wanted_s))
+        duration_s = min(duration_s, _LONGEST_S)
         most = int(_MOST_TIMES * duration_s * rate_rps)  # an idle load's long hours at full speed prove no more
         return Trial(problem.workload, problem.slos, duration_s, problem.seed, most)
 

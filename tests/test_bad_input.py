@@ -329,7 +329,7 @@ PROBLEM = [
         problem(rate="rate_rps: §1e12"),
         ["expected at most 1e+06 requests/s, got 1000000000000.0"],
     ),
-    Case("a rate of next to nothing", problem(rate="rate_rps: §1e-12"), ["expected at least 1e-06 requests/s"]),
+    Case("a rate of next to nothing", problem(rate="rate_rps: §1e-12"), ["expected at least 0.0001 requests/s"]),
     Case(
         "several faults in one file",
         problem(seed="seed: §x", rate="rate_rps: §0", more="§foo: 1"),
@@ -506,6 +506,15 @@ CLUSTERS = [
             "sub/lab.yaml": "nodes:\n  - {name: n, gpu: §nope, gpus: 4}\n",
         },
         ["unknown GPU 'nope'"],
+    ),
+    Case(
+        "a link that comes to nothing",
+        problem(
+            cluster=CLUSTER.replace("100Gb/s", "1MB/s")
+            + "\n  network: §{oversubscription: 100000, racks: [{name: default, uplink_bytes_per_s: 1MB/s}]}"
+            + "\n  efficiency: {tcp: 0.01%}"
+        ),
+        ["comes to 100 bytes/s (speed x efficiency / oversubscription); expected at least 100000"],
     ),
     Case(
         "a model that fits nowhere",
@@ -885,7 +894,7 @@ DEPLOYMENTS = [
     Case(
         "a link that stands still",
         spoiled(DEPLOYMENT, "bytes_per_s: 2.0e11", "bytes_per_s: §0"),
-        ["expected more than 0"],
+        ["expected at least 100000 bytes/s"],
         SIMULATE,
     ),
     Case(
@@ -1016,7 +1025,7 @@ FLAGS = [
             ("--rate", "nan", "above 0"),
             ("--rate", "inf", "above 0"),
             ("--rate", "1e9", "give a shorter --duration"),
-            ("--rate", "1e-9", "expected 1e-6 to 1e6 requests/s"),
+            ("--rate", "1e-9", "expected 1e-4 to 1e6 requests/s"),
             ("--rate", "x", "'--rate'"),
             ("--duration", "0", "above 0"),
             ("--duration", "nan", "above 0"),

@@ -48,8 +48,8 @@ class CostSpec(Spec):
     family: str
     parameters: Annotated[tuple[Amount, ...], Field(min_length=PARAMETERS, max_length=PARAMETERS)]
     stage_share: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)]
-    handoff_s: Amount
-    handoff_s_per_token: Amount
+    handoff_s: Annotated[float, Field(ge=0, le=3600)]
+    handoff_s_per_token: Annotated[float, Field(ge=0, le=3600)]
     unprofiled: bool
     held_out_error: dict[str, dict[str, float]]
     """Per phase: median, p95 and worst relative error on settings that were left out of the fit, and how many."""
@@ -85,7 +85,7 @@ class RouteSpec(Spec):
     target: str
     weight: Annotated[float, Field(ge=0, le=1)]
     """Share of the prefill instance's requests, as replayed."""
-    fixed_s: Amount
+    fixed_s: Annotated[float, Field(ge=0, le=3600)]
     hops: tuple[Hop, ...]
 
 
@@ -93,7 +93,7 @@ class LinkSpec(Spec):
     """One direction of a link."""
 
     name: Text
-    bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+    bytes_per_s: Annotated[float, Field(gt=0, ge=1e5, le=1e18)]
     """Effective: what was planned with."""
     nominal_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     assumed: bool
@@ -160,7 +160,7 @@ class Deployment(Spec):
     model: str
     dtype: str
     kv_dtype: str
-    kv_bytes_per_token: Amount
+    kv_bytes_per_token: Annotated[float, Field(ge=0, le=1e9)]
     cluster: str
     engine: Engine
     slo: Annotated[tuple[Slo, ...], Field(min_length=1)]

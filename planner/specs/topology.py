@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     import networkx
 
 
+SLOWEST_BYTES_PER_S = 1e5
+"""The KV cache of one prompt would take an hour on such a link; less is a typing mistake."""
+
+
 class GpuId(NamedTuple):
     """One GPU: its node's name and its device index there."""
 
@@ -321,7 +325,15 @@ def read_cluster(document: Document) -> Topology:
     cluster = validate(Cluster, document)
     if faults := [document.fault(message, *path) for message, path in mistakes(cluster)]:
         raise InputError(faults)
-    return _Builder(cluster).build()
+    topology = _Builder(cluster).build()
+    slowest = min(topology.links, key=lambda link: link.bytes_per_s, default=None)
+    if slowest is not None and slowest.bytes_per_s < SLOWEST_BYTES_PER_S:
+        message = (
+            f"link {slowest.name} comes to {slowest.bytes_per_s:.3g} bytes/s (speed x efficiency / oversubscription); "
+            f"expected at least {SLOWEST_BYTES_PER_S:g}"
+        )
+        raise InputError(document.fault(message, "network"))
+    return topology
 
 
 def build(cluster: Cluster) -> Topology:

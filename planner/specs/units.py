@@ -64,7 +64,8 @@ Bytes = Annotated[int, BeforeValidator(_whole_bytes), Field(gt=0, le=10**18)]
 BytesPerSecond = Annotated[float, _quantity(_SPEED, "400Gb/s"), Field(gt=0, ge=1e6, le=1e18)]
 """At least 1 MB/s: what is less has lost its unit (`bytes_per_s: 25` is 25 bytes/s)."""
 FlopPerSecond = Annotated[float, _quantity(_FLOPS, "312TFLOP/s"), Field(gt=0, ge=1e9, le=1e21)]
-RequestsPerSecond = Annotated[float, _quantity(_RATE, "4rps"), Field(gt=0, ge=1e-6, le=1e6)]
+RequestsPerSecond = Annotated[float, _quantity(_RATE, "4rps"), Field(gt=0, ge=1e-4, le=1e6)]
+"""At least one request in three hours: what is less is no load to plan for."""
 Share = Annotated[float, _quantity(_SHARE, "90%"), Field(gt=0, le=1)]
 MoneyPerHour = Annotated[float, _quantity(_MONEY, "2.5$/h"), Field(ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
