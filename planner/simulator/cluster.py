@@ -17,9 +17,10 @@ from planner.cost.base import CostModel
 from planner.cost.kernel import iteration_s
 from planner.policies.routing import decode_load, pick_least, work_left_s
 from planner.simulator.clock import EVENT, drop_first
-from planner.simulator.in_loop import take_turn, wake_idle
+from planner.simulator.in_loop import take_turn
 from planner.simulator.instance import (
     BATCH_DONE,
+    LOOP_WAKES,
     PULL_DONE,
     STAGE_FREE,
     admit_pulls,
@@ -225,7 +226,7 @@ def _step_done(w, lane, now_s, horizon_s):
     if now_s >= 0.0:
         finish_step(w, lane, now_s)
         if w.scalar[0].pulls_in_loop != 0 and w.instance[i].phase == DECODE:
-            take_turn(w, lane, now_s)
+            take_turn(w, i, now_s)
         else:
             start_step(w, lane, now_s)
         if w.instance[i].phase == DECODE:
@@ -243,6 +244,9 @@ def _dispatch(w, kind, who, now_s):
         start_prefill(w, who, now_s)
     elif kind == PULL_DONE:
         _let_go(w, who, now_s)
+    elif kind == LOOP_WAKES:
+        w.instance[who].asleep = 0
+        take_turn(w, who, now_s)
     else:
         begin_pull(w, who, now_s)
 
@@ -324,7 +328,7 @@ def _prefilled(w, first, now_s):
     if w.scalar[0].pulls_in_loop != 0:
         for d in range(len(w.instance)):
             if w.instance[d].phase == DECODE:
-                wake_idle(w, d, now_s)
+                take_turn(w, d, now_s)
 
 
 @inlined

@@ -15,7 +15,7 @@ from planner.simulator.network import begin_flow, settle
 from planner.simulator.queues import pop, push, push_front
 from planner.simulator.state import AGGREGATED, DECODE
 
-STAGE_FREE, BATCH_DONE, PULL_BEGINS, PULL_DONE = 0, 1, 2, 3
+STAGE_FREE, BATCH_DONE, PULL_BEGINS, PULL_DONE, LOOP_WAKES = 0, 1, 2, 3, 4
 _NO_LIMIT = 1 << 40
 
 

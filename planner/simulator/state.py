@@ -33,6 +33,8 @@ INSTANCE = np.dtype(
         ("pulls", "i8"),
         ("waiting_blocks", "i8"),
         ("queued_s", "f8"),
+        ("turn", "i8"),
+        ("asleep", "i8"),
         # what it has done
         ("least_free_blocks", "i8"),
         ("busy_s", "f8"),
