@@ -115,6 +115,7 @@ Example:
 )
 def fit_command(problem: ProblemFile, json: Json = False, quiet: Quiet = False) -> None:
     from dataclasses import asdict
+    from math import isfinite
 
     from planner.cost.fit import fit_report
     from planner.report import fit_notes, fit_table
@@ -132,7 +133,7 @@ def fit_command(problem: ProblemFile, json: Json = False, quiet: Quiet = False) 
                 "layout": str(c.layout),
                 "family": c.family,
                 "unprofiled": c.unprofiled,
-                "parameters": [float(p) for p in c.parameters],
+                "parameters": [float(p) if isfinite(p) else None for p in c.parameters],
                 "errors": {
                     "prefill": c.prefill_error and asdict(c.prefill_error),
                     "decode": c.decode_error and asdict(c.decode_error),
@@ -327,6 +328,8 @@ def _run(arguments: list[str]) -> int:
     try:
         code = app(arguments, prog_name="planner", standalone_mode=False)
         sys.stdout.flush()  # here, where a closed pipe is no surprise
+        if code == 130:  # typer has caught the interrupt
+            return _interrupted()
         return code if isinstance(code, int) else 0
     except InputError as error:
         for fault in error.faults:
@@ -338,12 +341,11 @@ def _run(arguments: list[str]) -> int:
     except PlannerError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _interrupted()
     except typer.Exit as error:
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our pipe has gone, as `head` does
+    except (BrokenPipeError, SystemExit):  # the reader of our pipe has gone, as `head` does; typer exits then
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -351,6 +353,11 @@ def _run(arguments: list[str]) -> int:
             print(shown, file=sys.stderr)
             return 1
         raise
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return 130
 
 
 def _usage(error: Exception) -> str | None:

@@ -428,6 +428,8 @@ def locate(document: Document, name: str, *path: str | int) -> Path:
 def check_output(path: str | Path, *inputs: str | Path) -> None:
     """Raise InputError when `path` cannot be written, or is one of the inputs: before the work, not after it."""
     path = Path(path)
+    if _is_stream(path):
+        return
     if any(os.path.realpath(path) == os.path.realpath(one) for one in inputs):
         raise InputError(Fault("would overwrite the input; give another file", str(path)))
     if os.path.isdir(path) or not path.name:
@@ -439,13 +441,18 @@ def check_output(path: str | Path, *inputs: str | Path) -> None:
         raise InputError(Fault(f"cannot be written: no permission in {str(folder)!r}", str(path)))
 
 
+def _is_stream(path: str | Path) -> bool:
+    """True for a pipe or a device such as /dev/stdout, which nothing can be renamed over."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write a file whole or not at all: into a neighbour first, then renamed over it. Raises InputError."""
     check_output(path)
     target = Path(os.path.realpath(path))  # what a link points to, not the link
     try:
-        if target.exists() and not target.is_file():  # a pipe or /dev/stdout: nothing to rename over
-            target.write_text(text, encoding="utf-8", newline="\n")
+        if _is_stream(path):
+            Path(path).write_text(text, encoding="utf-8", newline="\n")
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         _write_whole(target, text)
