@@ -168,7 +168,19 @@ def traced(text: str | bytes, source: str = "azure", more: str = "") -> dict[str
 
 
 PLAN = ("plan", "problem.yaml", "-q", "-o", "out.yaml", "--html", "out.html")
-SIMULATE = ("simulate", "deployment.yaml", "-w", "sharegpt", "--rate", "1", "--duration", "20", "--records", "out.csv")
+SIMULATE = (
+    "simulate",
+    "deployment.yaml",
+    "-q",
+    "-w",
+    "sharegpt",
+    "--rate",
+    "1",
+    "--duration",
+    "20",
+    "--records",
+    "out.csv",
+)
 SHOW = ("topology", "show", "h100-2x8", "--svg", "out.svg")
 
 
@@ -956,7 +968,7 @@ FLAGS = [
         "records over the deployment",
         DEPLOYMENT,
         ["would overwrite the input"],
-        ("simulate", "deployment.yaml", "-w", "sharegpt", "--records", "deployment.yaml"),
+        ("simulate", "deployment.yaml", "-q", "-w", "sharegpt", "--records", "deployment.yaml"),
         "deployment.yaml: ",
     ),
     Case(
@@ -1008,14 +1020,14 @@ FLAGS = [
         "an unknown workload to simulate",
         {"deployment.yaml": DEPLOYMENT},
         ["did you mean 'sharegpt'?"],
-        ("simulate", "deployment.yaml", "-w", "sharegtp"),
+        ("simulate", "deployment.yaml", "-q", "-w", "sharegtp"),
         "--workload: ",
     ),
     Case(
         "no rate",
         {"deployment.yaml": DEPLOYMENT},
         ["no rate of its own; give --rate"],
-        ("simulate", "deployment.yaml", "-w", "sharegpt"),
+        ("simulate", "deployment.yaml", "-q", "-w", "sharegpt"),
     ),
     *(
         Case(f"{option} {value}", {"deployment.yaml": DEPLOYMENT}, [words], (*SIMULATE, option, value))
