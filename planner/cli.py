@@ -179,8 +179,7 @@ def simulate_command(
 
     spec = read_deployment(load(deployment))
     with _progress(quiet) as step:
-        step(f"simulating {duration:g} s")
-        outcome = simulate_deployment(spec, workload, rate, duration, seed)
+        outcome = simulate_deployment(spec, workload, rate, duration, seed, step)
     if records is not None:
         write_text(records, records_csv(outcome))
     if json:

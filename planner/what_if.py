@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,12 @@ class Outcome:
 
 
 def simulate_deployment(
-    deployment: Deployment, workload: str, rate_rps: float | None, duration_s: float, seed: int
+    deployment: Deployment,
+    workload: str,
+    rate_rps: float | None,
+    duration_s: float,
+    seed: int,
+    progress: Callable[[str], None] = lambda step: None,
 ) -> Outcome:
     """Return what happens when `workload` (a preset or a file) meets the deployment. Raises InputError."""
     loaded = read_workload(resolve("workloads", Document(workload, "--workload")))
@@ -63,6 +69,7 @@ def simulate_deployment(
             f"expected 1e-4 to 1e6 requests/s and at most {_LONGEST_S:g} s, got {rate_rps:g} for {duration_s:g} s"
         )
     trial = Trial(loaded, deployment.slo, duration_s, seed, most_requests=_MOST_REQUESTS)
+    progress(f"simulating {duration_s:g} s")
     run = trial.run(system_of(deployment), rate_rps)
     if not len(run.requests):
         raise InputError(f"no request arrives in {duration_s:g} s at {rate_rps:g} requests/s; give a longer --duration")
