@@ -52,7 +52,10 @@ def judge(
     if problem.workload.table.output_tokens.max() < 2:
         return Verdict("aggregated", False, None, None, None, "answers of one token leave nothing for a decode side")
     if disaggregated is None or disaggregated.rate.goodput_rps <= 0:
-        return Verdict("aggregated", False, None, None, None, "no disaggregated plan meets the SLO at any rate")
+        why = "no disaggregated plan meets the SLO at any rate"
+        if len(problem.topology.gpus) < 2:
+            why = "a single GPU cannot hold a prefill and a decode side"
+        return Verdict("aggregated", False, None, None, None, why)
     if aggregated is None or aggregated.rate.goodput_rps <= 0:
         return Verdict("disaggregated", False, None, None, None, "no aggregated plan meets the SLO at any rate")
     gain, low, high = _gain(problem, disaggregated, aggregated)

@@ -221,3 +221,18 @@ def test_bytes_are_conserved(seed):
     assert run.link_bytes == pytest.approx(expected, rel=1e-6, abs=1e-3)
     busy_s = np.nanmax(run.pull_end_s) - np.nanmin(run.pull_start_s)
     assert (run.link_bytes <= np.array(system.link_bytes_per_s) * busy_s * (1 + 1e-6) + 1e-3).all()
+
+
+def test_transfers_end_however_late_the_clock_is():
+    """At 1e8 s a double resolves 1.5e-8 s, coarser than the nanosecond that ends a transfer early in a run."""
+    law = np.zeros(SIZE)
+    law[[1, 4]] = 0.1
+    instances = tuple(
+        Instance(phase, CostModel(Layout(1), law), Limits(8, 512, 1000)) for phase in ("prefill", "decode")
+    )
+    path = KvPath(0, 1, 0.0, ((0, 1.0),))
+    system = System(instances, 1000.0, (path,), (3e4,))
+    requests = make_requests(1e8 + np.arange(50) * 5.0, np.full(50, 97, np.int64), np.full(50, 3, np.int64))
+    run = simulate(system, requests, (Slo(ttft_s=1.0, tpot_s=1.0),))
+    assert np.isfinite(run.finish_s).all()
+    assert np.allclose(run.pull_end_s - run.pull_start_s, 97_000 / 3e4, atol=1e-6)

@@ -15,8 +15,11 @@ PATH = np.dtype([("allowed", "f8"), ("fixed_s", "f8"), ("first_hop", "i8"), ("en
 HOP = np.dtype([("link", "i8"), ("share", "f8")])
 FLOW = np.dtype([("request", "i8"), ("source", "i8"), ("target", "i8"), ("left_bytes", "f8"), ("rate", "f8")])
 
-_TICK_S = 1e-9
-"""A transfer this close to its end has ended: clocks resolve no finer at the end of a long run."""
+
+@inlined
+def _tick_s(w):
+    """Return the time [s] below which a transfer has ended: a nanosecond, or what a clock this late can resolve."""
+    return max(1e-9, 1e-15 * w.scalar[0].settled_s)
 
 
 @inlined
@@ -48,7 +51,7 @@ def begin_flow(w, r, source, target, size_bytes):
 def take_finished(w):
     """Remove one finished transfer and return its request, or -1 (settle first)."""
     for f in range(w.scalar[0].flows):
-        if w.flow[f].left_bytes <= w.flow[f].rate * _TICK_S:
+        if w.flow[f].left_bytes <= w.flow[f].rate * _tick_s(w):
             r = w.flow[f].request
             w.scalar[0].flows -= 1
             for g in range(f, w.scalar[0].flows):  # keep their order, so that ties stay first come, first served
@@ -65,7 +68,7 @@ def next_end_s(w):
     for f in range(w.scalar[0].flows):
         if w.flow[f].rate > 0.0:
             left_s = w.flow[f].left_bytes / w.flow[f].rate
-            best_s = min(best_s, w.scalar[0].settled_s + (left_s if left_s > _TICK_S else 0.0))
+            best_s = min(best_s, w.scalar[0].settled_s + (left_s if left_s > _tick_s(w) else 0.0))
     return best_s
 
 
