@@ -101,12 +101,17 @@ def trials_for(problem: Problem, kinds: Kinds) -> Trials:
 
     def trial(requests: int) -> Trial:
         wanted_s = requests / rate_rps
-        duration_s = max(wanted_s, min(floor_s, _FLOOR_TIMES * wanted_s), min(settle_s, 4 * wanted_s))
+        duration_s = max(_at_least(floor_s, wanted_s), min(settle_s, 4 * wanted_s))
         duration_s = min(duration_s, _LONGEST_S)
         most = int(_MOST_TIMES * duration_s * rate_rps)  # an idle load's long hours at full speed prove no more
         return Trial(problem.workload, problem.slos, duration_s, problem.seed, most)
 
     return Trials(trial(problem.search.requests), trial(problem.search.replay_requests))
+
+
+def _at_least(floor_s: float, wanted_s: float) -> float:
+    """Return the time that gives the requests wanted, or the floor where that is not out of proportion [s]."""
+    return max(wanted_s, min(floor_s, _FLOOR_TIMES * wanted_s))
 
 
 def _rough_goodput_rps(problem: Problem, kinds: Kinds, floor_s: float) -> float:
@@ -121,8 +126,7 @@ def _rough_goodput_rps(problem: Problem, kinds: Kinds, floor_s: float) -> float:
     build = rough_network(problem).system
     rate_rps = max((pilot.bound_rps for pilot in pilots), default=1.0)
     for _ in range(6):
-        wanted_s = _PILOT_REQUESTS / rate_rps
-        duration_s = max(wanted_s, min(floor_s, _FLOOR_TIMES * wanted_s))
+        duration_s = _at_least(floor_s, _PILOT_REQUESTS / rate_rps)
         trial = Trial(problem.workload, problem.slos, duration_s, problem.seed)
         found = [goodput_rps(trial, build(p), p.bound_rps, 0.3) for p in pilots if p.bound_rps > 0]
         before, best = rate_rps, max(found, default=0.0)
@@ -317,9 +321,7 @@ def _measured(problem: Problem, trials: Trials, one: Scored, placement: Placemen
 
 
 def _program(problem: Problem, candidates: Iterable[Candidate], **more: object) -> Program:
-    model, workload = problem.model, problem.workload
-    kv_bytes = model.kv_bytes_per_token * workload.mean_prompt_tokens
-    return Program(problem.topology, tuple(candidates), kv_bytes, **more)  # type: ignore[arg-type]
+    return Program(problem.topology, tuple(candidates), problem.kv_bytes_per_request, **more)  # type: ignore[arg-type]
 
 
 def _improve_by_program(
@@ -434,8 +436,7 @@ def capacity_bound_rps(problem: Problem, kinds: Kinds, mode: str) -> float:
         allowed = (*kinds.prefill, *kinds.decode)
     rates = ((kind, kinds.saturation[kind]) for kind in allowed)
     candidates = [Candidate(*kind.key, rate_rps) for kind, rate_rps in rates if isfinite(rate_rps)]
-    kv_bytes = problem.model.kv_bytes_per_token * problem.workload.mean_prompt_tokens
-    return capacity_bound(problem.topology, candidates, kv_bytes)
+    return capacity_bound(problem.topology, candidates, problem.kv_bytes_per_request)
 
 
 def free_network_gain(trials: Trials, option: Option) -> float:

@@ -95,9 +95,12 @@ def _route(problem: Problem, source: PlacedInstance, target: PlacedInstance) -> 
 
 
 def _path(problem: Problem, pair: tuple[int, int], way: Route, links: tuple[int, ...]) -> KvPath:
-    typical = problem.model.kv_bytes_per_token * problem.workload.mean_prompt_tokens
     at = {link: position for position, link in enumerate(links)}
-    return KvPath(*pair, fixed_s=way.setup_s(typical), shares=tuple((at[link], share) for link, share in way.shares))
+    return KvPath(
+        *pair,
+        fixed_s=way.setup_s(problem.kv_bytes_per_request),
+        shares=tuple((at[link], share) for link, share in way.shares),
+    )
 
 
 def claim(problem: Problem, trial: Trial, placed: Placed, guess_rps: float) -> Rate:

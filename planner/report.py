@@ -392,6 +392,6 @@ def _notes(plan: Plan) -> Iterator[RenderableType]:
     yield Text(
         f"{runs} simulations of {plan.trials.quoting.duration_s:.0f} s or {plan.trials.ranking.duration_s:.0f} s each, "
         f"{requests:,} requests; {plan.cpu_s:.1f} CPU s; KV of a mean prompt "
-        f"{show_bytes(plan.problem.model.kv_bytes_per_token * plan.problem.workload.mean_prompt_tokens)}",
+        f"{show_bytes(plan.problem.kv_bytes_per_request)}",
         style="dim",
     )

@@ -12,7 +12,7 @@ from planner.errors import Fault, InputError
 from planner.sources.hf_config import read_model
 from planner.sources.profiles import read_profile
 from planner.sources.workloads import read_workload
-from planner.specs.base import Document, Spec, dump_json, load, load_preset, preset_names, resolve, validate
+from planner.specs.base import Document, dump_json, load, load_preset, preset_names, resolve, validate
 from planner.specs.engine import Engine
 from planner.specs.gpu import Gpu
 from planner.specs.model import ModelSpec
@@ -53,6 +53,11 @@ class Problem:
     def demand_rps(self) -> float | None:
         """The load to serve with the fewest GPUs [requests/s]; None where the most goodput is wanted."""
         return self.rate_rps if self.objective == "min_gpus" else None
+
+    @property
+    def kv_bytes_per_request(self) -> float:
+        """KV bytes of a prompt of mean length, which is what a transfer moves."""
+        return self.model.kv_bytes_per_token * self.workload.mean_prompt_tokens
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -226,8 +231,3 @@ def _preset(name: str) -> Document:
     document = load_preset("profiles", name)
     assert document is not None  # the name came from the list of presets
     return document
-
-
-def spec_schema(kind: type[Spec]) -> dict[str, Any]:
-    """Return the JSON Schema of a file kind."""
-    return kind.model_json_schema()
