@@ -10,7 +10,7 @@ import numpy as np
 
 from planner import __version__
 from planner.cost.base import BatchShape, CostModel, TermError
-from planner.cost.kernel import LINEAR, ROOFLINE, iteration_s
+from planner.cost.kernel import FAMILIES, SIZE, iteration_s
 from planner.errors import InputError
 from planner.options import Option
 from planner.pipeline import Plan
@@ -103,12 +103,24 @@ def _lawless(deployment: Deployment) -> Iterator[tuple[str, str]]:
     """Yield the costs that give no time at all to a prompt or a step: a simulation of them would never end."""
     shapes = (BatchShape.prefill(1), BatchShape.prefill(4096), BatchShape.decode(1, 1), BatchShape.decode(256, 10**6))
     for key, cost in deployment.costs.items():
-        if cost.parameters[0] not in (LINEAR, ROOFLINE):
-            yield key, f"expected {LINEAR} (linear) or {ROOFLINE} (roofline) first, got {cost.parameters[0]:g}"
+        if why := _law_fault(cost.parameters):
+            yield key, why
             continue
         times_s = [_time_s(cost.parameters, shape) for shape in shapes]
         if not all(0 < time_s < _LONGEST_S for time_s in times_s):
             yield key, f"expected times above 0 and under {_LONGEST_S:g} s, got {', '.join(f'{t:g}' for t in times_s)}"
+
+
+def _law_fault(parameters: tuple[float, ...]) -> str | None:
+    """Return what is wrong with the form of a law's vector, or None: compiled code indexes it without a check."""
+    family, least = parameters[0], min(parameters[:SIZE])
+    if family not in FAMILIES:
+        known = ", ".join(f"{number} ({name})" for number, (name, _) in FAMILIES.items())
+        return f"expected the number of a family first, {known}, got {family:g}"
+    name, length = FAMILIES[int(family)]
+    if len(parameters) < length:
+        return f"expected {length} numbers for the {name} family, got {len(parameters)}"
+    return f"expected nothing below 0 among the first {SIZE} numbers, got {least:g}" if least < 0 else None
 
 
 def _time_s(parameters: tuple[float, ...], shape: BatchShape) -> float:

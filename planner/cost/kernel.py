@@ -12,16 +12,23 @@ The shape of an iteration is five sums over its requests (n new tokens and k cac
 
 from __future__ import annotations
 
-from math import exp, log
+from math import exp, log, log2
 
 from planner.compiled import compiled, inlined
 
 FAMILY = 0
-LINEAR, ROOFLINE = 0, 1
+LINEAR, ROOFLINE, HYBRID = 0, 1, 2
 
 # LINEAR: p[1:4] prefill a, b, c; p[4:7] decode a, b, c below the threshold; p[7:10] from it on; p[10]
-# threshold. ROOFLINE: see `_roofline_s`.
+# threshold. ROOFLINE: see `_roofline_s`. HYBRID: a roofline, then two grids of residuals, see `_residual`.
 SIZE = 20
+"""Numbers of a law before its grids."""
+LONG, SHORT = 14, 10
+"""Nodes of a residual grid: 2^4 to 2^17 tokens, 2^0 to 2^9 requests."""
+FIRST_LONG = 4
+GRID = LONG * SHORT
+FAMILIES = {LINEAR: ("linear", SIZE), ROOFLINE: ("roofline", SIZE), HYBRID: ("hybrid", SIZE + 2 * GRID)}
+"""Name and least length of a vector, by family. More numbers may follow; they are not read."""
 
 
 @inlined
@@ -92,6 +99,41 @@ def _roofline_s(p, prefills, tokens, attended, decodes, context):
     return overhead + busy + p[6] * (prefills + decodes) + p[11] + p[12] * all_tokens
 
 
+@inlined
+def _node(value, nodes):
+    """Return the grid node at or under `value` (counted in nodes) and the share of the way to the next one."""
+    inside = min(max(value, 0.0), nodes - 1.0)
+    node = min(int(inside), nodes - 2)
+    return node, inside - node
+
+
+@inlined
+def _residual(p, start, tokens, requests):
+    """Return the log of measured over roofline time at (tokens, requests): bilinear on octaves, flat outside."""
+    i, x = _node(log2(max(tokens, 1.0)) - FIRST_LONG, LONG)
+    j, y = _node(log2(max(requests, 1.0)), SHORT)
+    at = start + i * SHORT + j
+    here = p[at] * (1.0 - y) + p[at + 1] * y
+    there = p[at + SHORT] * (1.0 - y) + p[at + SHORT + 1] * y
+    return here * (1.0 - x) + there * x
+
+
+@inlined
+def _hybrid_s(p, prefills, tokens, attended, decodes, context):
+    """The roofline times what measurements have shown it to be off by, near where they were made  [s].
+
+    Prefill residuals lie over (new tokens, prompts), decode residuals over (KV tokens of a request, requests). A
+    mixed step takes both, each by its share of the tokens.
+    """
+    share = tokens / (tokens + decodes)
+    off = 0.0
+    if tokens > 0:
+        off += share * _residual(p, SIZE, tokens + decodes, prefills)
+    if decodes > 0:
+        off += (1.0 - share) * _residual(p, SIZE + GRID, context / decodes, decodes)
+    return exp(off) * _roofline_s(p, prefills, tokens, attended, decodes, context)
+
+
 @compiled
 def iteration_s(p, prefills, tokens, attended, decodes, context):
     """Return the time [s] of one iteration of the whole model (all pipeline stages, without hand-offs)."""
@@ -99,6 +141,8 @@ def iteration_s(p, prefills, tokens, attended, decodes, context):
         return 0.0
     if p[FAMILY] == LINEAR:
         return _linear_s(p, tokens, attended, decodes, context)
+    if p[FAMILY] == HYBRID:
+        return _hybrid_s(p, prefills, tokens, attended, decodes, context)
     return _roofline_s(p, prefills, tokens, attended, decodes, context)
 
 

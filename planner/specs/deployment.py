@@ -17,11 +17,12 @@ from planner.specs.slo import Slo
 from planner.specs.units import Count, CountOrZero
 
 VERSION = 1
-PARAMETERS = 20
-"""Numbers in the vector of a latency law, whatever its family."""
+PARAMETERS, MOST_PARAMETERS = 20, 100_000
+"""Numbers in the vector of a latency law: at least these, and grids behind them."""
 
 MOST = 1e18
 Amount = Annotated[float, Field(ge=0, le=MOST)]
+Signed = Annotated[float, Field(ge=-MOST, le=MOST)]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -46,7 +47,7 @@ class CostSpec(Spec):
     """The latency law of one kind of instance (`planner/cost/kernel.py` says what the parameters mean)."""
 
     family: str
-    parameters: Annotated[tuple[Amount, ...], Field(min_length=PARAMETERS, max_length=PARAMETERS)]
+    parameters: Annotated[tuple[Signed, ...], Field(min_length=PARAMETERS, max_length=MOST_PARAMETERS)]
     stage_share: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)]
     handoff_s: Annotated[float, Field(ge=0, le=3600)]
     handoff_s_per_token: Annotated[float, Field(ge=0, le=3600)]
