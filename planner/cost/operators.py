@@ -44,15 +44,19 @@ _MAX_FOLDS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """A rising curve from the law's time to the measured one, both as logarithms, (knots,)."""
+    """A rising curve from the law's time [s] to the measured one [s], (knots,) each, straight in between.
 
-    law: Array
-    measured: Array
+    Straight and not in logarithms: what a law misses is a latency or a rate, and either keeps it straight.
+    """
 
-    def __call__(self, law: Array) -> Array:
-        """Return the measured time, as a logarithm; beyond the ends the law, times what it missed at the end."""
-        inside = np.interp(law, self.law, self.measured)
-        return np.asarray(inside + np.minimum(law - self.law[0], 0.0) + np.maximum(law - self.law[-1], 0.0))
+    law_s: Array
+    measured_s: Array
+
+    def __call__(self, law_s: Array) -> Array:
+        """Return the measured time [s]; beyond the ends the law, times what it missed at the end."""
+        inside = np.interp(law_s, self.law_s, self.measured_s)
+        below, above = np.minimum(law_s / self.law_s[0], 1.0), np.maximum(law_s / self.law_s[-1], 1.0)
+        return np.asarray(inside * below * above)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +68,7 @@ class OperatorLaw:
     family: str
     curves: dict[Shape, Curve]
     other: float
-    """Logarithm of the factor for shapes that were not measured."""
+    """Factor for shapes that were not measured."""
     error: TermError
     measured: tuple[Array, Array]
     """Smallest and largest value of each column; outside, the law is an extrapolation."""
@@ -72,12 +76,12 @@ class OperatorLaw:
     def time_s(self, points: Array) -> Array:
         """Return the time [s] of each row of `points`, (n, columns of the physics)."""
         points = _table(points, self.physics)
-        law = np.log(self.physics.time_s(self.parameters, points))
-        out = law + self.other
+        law_s = self.physics.time_s(self.parameters, points)
+        out_s = law_s * self.other
         for shape, rows in _by_shape(points, self.physics.dense).items():
             if curve := self.curves.get(shape):
-                out[rows] = curve(law[rows])
-        return np.asarray(np.exp(out))
+                out_s[rows] = curve(law_s[rows])
+        return np.asarray(out_s)
 
     def covers(self, points: Array) -> Array:
         """Return which rows lie inside what was measured, (n,)."""
@@ -191,10 +195,9 @@ def _folds(rows: _Rows, dense: int | None) -> Iterator[Array]:
 
 
 def _law(rows: _Rows, physics: Physics, parameters: Array, family: str, error: Array | None = None) -> OperatorLaw:
-    law = np.log(physics.time_s(parameters, rows.points))
-    residual = np.log(rows.time_s) - law
+    law_s = physics.time_s(parameters, rows.points)
     curves = {
-        shape: _curve(law[mask], residual[mask], rows.weight[mask], family)
+        shape: _curve(law_s[mask], rows.time_s[mask], rows.weight[mask], family)
         for shape, mask in _by_shape(rows.points, physics.dense).items()
     }
     return OperatorLaw(
@@ -202,21 +205,21 @@ def _law(rows: _Rows, physics: Physics, parameters: Array, family: str, error: A
         parameters=parameters,
         family=family,
         curves={} if family == "law" else curves,
-        other=0.0 if family == "law" else float(np.median(residual)),
+        other=1.0 if family == "law" else float(np.median(rows.time_s / law_s)),
         error=_error(error),
         measured=(rows.points.min(axis=0), rows.points.max(axis=0)),
     )
 
 
-def _curve(law: Array, residual: Array, weight: Array, family: str) -> Curve:
+def _curve(law_s: Array, time_s: Array, weight: Array, family: str) -> Curve:
     """Return the curve of one shape: a constant factor, or the rising curve nearest to the measurements."""
     if family != "calibrated":
-        ends = np.array([law.min(), law.max()])
-        return Curve(ends, ends + float(np.median(residual)))
-    knots, group = np.unique(np.round(law, 9), return_inverse=True)  # rows in one tile cost the same by the law
+        ends = np.array([law_s.min(), law_s.max()])
+        return Curve(ends, ends * np.median(time_s / law_s))
+    tiles, group = np.unique(np.round(np.log(law_s), 9), return_inverse=True)  # in one tile rows cost the same
     total = np.bincount(group, weight)
-    time = np.bincount(group, weight * (law + residual)) / total
-    return Curve(knots, isotonic_regression(time, weights=total).x)
+    logs = np.bincount(group, weight * np.log(time_s)) / total
+    return Curve(np.exp(tiles), np.exp(isotonic_regression(logs, weights=total).x))
 
 
 def _by_shape(points: Array, dense: int | None) -> dict[Shape, Array]:
