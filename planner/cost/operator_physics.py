@@ -1,7 +1,7 @@
 """The shape of one operator's cost: overhead plus a soft maximum of what may bind, in tiles and waves.
 
 Each law here turns points (one row per measurement) and a few free parameters into seconds. It is positive and never
-falls when a size grows, whatever the parameters: the fit in `cost.operators` can then not break either promise.
+falls when a size grows (tokens, batch, context, bytes), whatever the parameters: a fit cannot break either promise.
 Parameters are free numbers: logarithms of times and efficiencies, so that a small step is a small relative one.
 """
 
@@ -121,7 +121,7 @@ _WIDTH_EFFICIENCY = {128: 1.05, 64: 1.25}
 class Streaming:
     """An operator that only moves data: norm, activation, addition, point-to-point or collective transfer.
 
-        softmax_q(latency, amount / rate)
+    softmax_q(latency, amount / rate)
     """
 
     name: str = "data movement"
@@ -146,7 +146,7 @@ class Streaming:
 class Collective:
     """A transfer whose library switches protocol: one that starts fast, one that streams fast (NCCL: LL, Simple).
 
-        min(latency + bytes / slow, latency + switch + bytes / fast)
+    min(latency + bytes / slow, latency + switch + bytes / fast)
     """
 
     name: str = "transfer with two protocols"
@@ -164,6 +164,26 @@ class Collective:
         latency_s, switch_s, fast, slower = np.exp(parameters)
         amount = points[:, 0]
         return latency_s + np.minimum(fast * (1.0 + slower) * amount, switch_s + fast * amount)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A transfer as a plan needs it, two numbers: fixed + bytes / bandwidth."""
+
+    name: str = "link"
+    columns: tuple[str, ...] = ("bytes",)
+    dense: int | None = None
+
+    def start(self, points: Array, time_s: Array) -> tuple[Array, Array]:
+        """Return the fixed time and the time per byte, as the smallest and the largest rows suggest."""
+        amount = points[:, 0]
+        first = [time_s[amount.argmin()], time_s[amount.argmax()] / amount.max()]
+        return np.log(first), np.full(2, 0.01)
+
+    def time_s(self, parameters: Array, points: Array) -> Array:
+        """Return the time [s] of each size [bytes]."""
+        fixed_s, per_byte_s = np.exp(parameters)
+        return np.asarray(fixed_s + per_byte_s * points[:, 0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +208,8 @@ class Attention:
     @property
     def name(self) -> str:
         """What to call it in a report."""
-        return f"attention, {self.blocks_per_sm} blocks per SM{', split along KV' if self.split else ''}"
+        split = ", split along KV" if self.split else ""
+        return f"attention, {self.query_rows} queries per block, {self.blocks_per_sm} blocks per SM{split}"
 
     def start(self, points: Array, time_s: Array) -> tuple[Array, Array]:
         """Return overhead, memory efficiency, a block's fixed time, its time per KV token, and sharpness."""
@@ -211,12 +232,11 @@ class Attention:
     def _bytes(self, points: Array) -> Array:
         """Return the bytes [B] moved: keys and values once, queries and outputs once."""
         batch, new, cached, heads, kv_heads, head_dim = points.T
-        return np.asarray(
-            self.bytes_per_element * 2.0 * batch * head_dim * ((new + cached) * kv_heads + new * heads)
-        )
+        return np.asarray(self.bytes_per_element * 2.0 * batch * head_dim * ((new + cached) * kv_heads + new * heads))
 
 
 def attention_families(chip: Chip) -> tuple[Attention, ...]:
     """Return the ways in which kernels are known to deal the work over SMs; measurements tell which it is."""
-    return tuple(Attention(chip, per_sm, split) for split in (True, False) for per_sm in (1, 2))
-
+    return tuple(
+        Attention(chip, per_sm, split, rows) for rows in (64, 128) for split in (True, False) for per_sm in (1, 2)
+    )

@@ -177,8 +177,9 @@ def _parameters(rows: _Rows, physics: Physics, near: Array | None = None) -> Arr
             typical if near is None else near,
             loss="soft_l1",
             f_scale=_OUTLIER,
-            xtol=1e-6,
-            max_nfev=200,
+            xtol=1e-5,
+            ftol=1e-6,
+            max_nfev=100,
         ).x
     )
 
@@ -227,9 +228,7 @@ def _by_shape(points: Array, dense: int | None) -> dict[Shape, Array]:
     if dense is None:
         return {(): np.arange(len(points))}
     shapes, group = np.unique(np.delete(points, dense, axis=1), axis=0, return_inverse=True)
-    return {
-        tuple(float(v) for v in shape): np.flatnonzero(group.ravel() == i) for i, shape in enumerate(shapes)
-    }
+    return {tuple(float(v) for v in shape): np.flatnonzero(group.ravel() == i) for i, shape in enumerate(shapes)}
 
 
 def _error(log_error: Array | None) -> TermError:
