@@ -295,6 +295,7 @@ def test_graded_sizes_hold_the_ends_and_lie_closer_in_ratio_where_sizes_are_larg
         ([[1.0], [1.0], [3.0]], [1.0, 1.0, 1.0], "2 different points, at least 3"),
         ([[1.0, 2.0]] * 3, [1.0] * 3, "expected the columns bytes"),
         ([[1.0], [2.0], [3.0]], [1.0, 1.0], "3 points, 2 times"),
+        ([[1.0], [2.0], [-3.0]], [1.0, 1.0, 1.0], "finite sizes of at least 0"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused_in_one_line(points: list, time_s: list, words: str):

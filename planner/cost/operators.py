@@ -39,7 +39,7 @@ _TIMER = 0.02
 _OUTLIER = 0.1
 """Residuals beyond this count by their size, not its square: one row must not bend a law."""
 
-_MAX_FOLDS = 16
+_MAX_FOLDS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +126,8 @@ def _gather(points: Array, time_s: Array, spread: Array | None, physics: Physics
         raise InputError(f"{physics.name}: {len(points)} points, {len(time_s)} times and {len(spread)} spreads")
     if not (np.isfinite(time_s) & (time_s > 0)).all():
         raise InputError(f"{physics.name}: expected times above 0 s, got {time_s[~(time_s > 0)][:1]}")
+    if not (np.isfinite(points) & (points >= 0)).all():
+        raise InputError(f"{physics.name}: expected finite sizes of at least 0 in every column")
     distinct, group = np.unique(points, axis=0, return_inverse=True)
     if len(distinct) < 3:
         raise InputError(f"{physics.name}: {len(distinct)} different points, at least 3 are needed to fit a law")
@@ -185,7 +187,7 @@ def _parameters(rows: _Rows, physics: Physics, near: Array | None = None) -> Arr
 
 
 def _folds(rows: _Rows, dense: int | None) -> Iterator[Array]:
-    """Yield masks of rows to hold out: all rows of one value of the dense column, never its ends; else every 16th."""
+    """Yield masks of rows to hold out: all rows of one value of the dense column, never its ends; else every 8th."""
     if dense is None:
         folds = min(_MAX_FOLDS, len(rows.time_s))
         yield from (np.arange(len(rows.time_s)) % folds == fold for fold in range(folds))
