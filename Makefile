@@ -11,7 +11,7 @@ SOURCES := $(wildcard planner/compiled.py planner/cost/kernel.py planner/policie
 PROBLEM ?= examples/llama2-70b-h100.yaml
 OUT     ?= out
 
-.PHONY: help plan test test-all check bench md1 recorded table format clean
+.PHONY: help plan test test-all check bench md1 recorded held-out table format clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1\t/' | expand -t 12
@@ -59,6 +59,9 @@ bench: $(STAMPS)/compiled  ## Print simulated requests per CPU second and the CP
 recorded: $(STAMPS)/compiled  ## Replay recorded runs of a real engine, real beside simulated
 	@$(BIN)/python -m benchmarks.recorded_runs
 	@$(BIN)/python -m benchmarks.recorded_vllm
+
+held-out: $(STAMPS)/base  ## Print how far predictions are off on measurements that no fit has seen
+	@$(BIN)/python -m benchmarks.held_out
 
 md1: $(STAMPS)/compiled  ## Print the simulated wait of a queue beside the M/D/1 formula
 	@$(BIN)/python -m benchmarks.md1
