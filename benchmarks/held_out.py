@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import held_out_operators
+from benchmarks import held_out_instances, held_out_operators
 
 
 class Line(NamedTuple):
@@ -25,7 +25,10 @@ class Line(NamedTuple):
 
 Section = tuple[str, Callable[[], Sequence[tuple[str, int, np.ndarray, tuple[float, float] | None]]]]
 
-SECTIONS: list[Section] = [("operators", held_out_operators.rows)]
+SECTIONS: list[Section] = [
+    ("whole instances", held_out_instances.rows),
+    ("operators", held_out_operators.rows),
+]
 
 
 def table(lines: Sequence[Line]) -> str:

@@ -158,7 +158,7 @@ def _cost(cost: CostModel) -> CostSpec:
 
 
 def _error(error: TermError) -> dict[str, float]:
-    return {name: _rounded(value) for name, value in asdict(error).items()}
+    return {name: _rounded(value) for name, value in asdict(error).items() if value is not None}
 
 
 def _instances(plan: Plan, option: Option) -> tuple[InstanceSpec, ...]:

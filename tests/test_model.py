@@ -52,6 +52,7 @@ def tiny(**keys: Any) -> ModelSpec:
 # -- published figures -----------------------------------------------------------------------------------
 
 PUBLISHED = {  # what the published checkpoints hold
+    "bloom-176b": 176_247_242_752,  # published 176,247,271,424: the norm of the embeddings, 2 h, is not modelled
     "deepseek-v3": 671_026_419_200,  # 671B in the paper; 37B active
     "llama2-70b": 68_976_648_192,
     "llama2-7b": 6_738_415_616,

@@ -40,6 +40,31 @@ class TermError:
     p95: float
     worst: float
     settings: int
+    rms: float = 0.0
+    """Root mean square: how wide an interval has to be."""
+    noise: float | None = None
+    """How far repeats of a setting lie from their median, typically; None without repeats. No model gets below."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checks:
+    """Every measured row beside its prediction by a fit that had not seen the row's setting. Arrays of (rows,)."""
+
+    shapes: np.ndarray
+    """(rows, 5), the sums of `BatchShape`."""
+    decode: np.ndarray
+    setting: np.ndarray
+    """Which setting a row belongs to: a setting is held out as a whole."""
+    measured_s: np.ndarray
+    predicted_s: np.ndarray
+    """nan where nothing was left to predict it from."""
+
+    def errors(self, phase: str) -> np.ndarray:
+        """Return predicted over measured time minus 1 of each setting in one phase: mean size over its rows, signed."""
+        mine = (self.decode == (phase == "decode")) & ~np.isnan(self.predicted_s)
+        off = self.predicted_s / self.measured_s - 1.0
+        each = [off[mine & (self.setting == setting)] for setting in np.unique(self.setting[mine])]
+        return np.array([np.copysign(np.abs(rows).mean(), rows.sum()) for rows in each])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +90,7 @@ class CostModel:
     measured_tokens: tuple[int, int] = (0, 0)
     """Smallest and largest prompt that was measured; outside, the prediction is an extrapolation."""
     notes: tuple[str, ...] = field(default=())
+    checks: Checks | None = None
 
     def iteration_s(self, shape: BatchShape) -> float:
         """Return the time [s] of one iteration through all stages, hand-offs included."""

@@ -1,15 +1,21 @@
-"""Profile -> cost model. Families compete on held-out error; physics fills what data cannot tell."""
+"""Profile -> cost model. Families compete on held-out error; physics fills what data cannot tell.
+
+All tensor-parallel degrees of a profile are fitted together: what they share first, then what each has of its own. So a
+degree with few settings leans on the others, and one without any is transferred from them (`cost.transferred`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.cost import kernel, linear, physics, roofline
-from planner.cost.base import CostModel, TermError
+from planner.cost.base import Checks, CostModel, TermError
+from planner.cost.residual import Residuals, hybrid, predict
 from planner.cost.settings import Settings, gather, identifiable
 from planner.errors import InputError
 from planner.specs.gpu import Gpu
@@ -17,7 +23,7 @@ from planner.specs.layout import Layout
 from planner.specs.model import ModelSpec
 from planner.specs.profile import Coefficients, Profile, Sample
 
-UNPROFILED_ERROR = TermError(median=0.32, p95=0.64, worst=0.74, settings=0)
+UNPROFILED_ERROR = TermError(median=0.32, p95=0.64, worst=0.74, settings=0, rms=0.37)
 """How far that roofline is off where it can be checked: 173 settings of Llama-2-70B on A100 and H100
 at TP 2, 4 and 8 (Splitwise) and of Llama-3.1-8B on H200 (Dynamo). An engine of 2023 at TP8 is off the most.
 `settings` is 0: none of them is of the GPU and model at hand."""
@@ -28,23 +34,10 @@ _IMPOSSIBLE = 0.98
 _SIMPLER = 1.05
 """A family with more parameters must beat a simpler one by this factor."""
 
-Refit = Callable[[Settings, np.ndarray | None], np.ndarray]
+_WORTH = 0.0005
+"""Residuals that gain less than this share of a step are left out, whatever the factor: no timer is as good."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A family fitted to all rows, with the error of predicting each setting without it."""
-
-    name: str
-    parameters: np.ndarray
-    errors: dict[str, np.ndarray]
-    note: str = ""
-
-    @property
-    def score(self) -> float:
-        """Mean relative error over the settings, of both phases alike; infinite when none was held out."""
-        means = [float(errors.mean()) for errors in self.errors.values() if len(errors)]
-        return sum(means) / len(means) if means else float("inf")
+PHASES = ("prefill", "decode")
 
 
 def fit(profile: Profile, model: ModelSpec, gpu: Gpu, tp: int) -> CostModel:
@@ -52,12 +45,28 @@ def fit(profile: Profile, model: ModelSpec, gpu: Gpu, tp: int) -> CostModel:
 
     Raises InputError when the profile says nothing of that degree, or only impossible things.
     """
-    samples = [*profile.rows("prefill", tp), *profile.rows("decode", tp)]
-    if samples:
-        return _from_samples(profile, samples, _Physics(model, gpu, tp))
-    if coefficients := profile.coefficients_at(tp):
-        return _from_coefficients(profile, coefficients)
-    raise InputError(transfer(profile, tp))
+    return fit_all(profile, model, gpu, (tp,))[tp]
+
+
+def fit_all(profile: Profile, model: ModelSpec, gpu: Gpu, tps: Iterable[int] | None = None) -> dict[int, CostModel]:
+    """Return the cost model of each degree in `tps` (by default, all that the profile has), fitted together.
+
+    Raises InputError when the profile says nothing of a degree, or only impossible things.
+    """
+    asked = list(profile.tps if tps is None else tps)
+    sampled = {tp: [*profile.rows("prefill", tp), *profile.rows("decode", tp)] for tp in profile.tps}
+    at = _Physics(model, gpu)
+    fitter = None
+    found = {}
+    for tp in asked:
+        if sampled.get(tp):
+            fitter = fitter or _Fitter(profile, at, {tp: rows for tp, rows in sampled.items() if rows})
+            found[tp] = fitter.cost(tp)
+        elif coefficients := profile.coefficients_at(tp):
+            found[tp] = _from_coefficients(profile, coefficients)
+        else:
+            raise InputError(transfer(profile, tp))
+    return found
 
 
 def transfer(profile: Profile, tp: int) -> str:
@@ -71,29 +80,27 @@ def transfer(profile: Profile, tp: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Physics:
-    """The model on the GPU at one degree."""
+    """The model on the GPU."""
 
     model: ModelSpec
     gpu: Gpu
-    tp: int
 
-    @property
-    def typical(self) -> np.ndarray:
-        return physics.typical(self.model, self.gpu, self.tp)
+    def typical(self, tp: int) -> np.ndarray:
+        return physics.typical(self.model, self.gpu, tp)
 
     def possible(self, sample: Sample) -> bool:
         """False for a row that beats the data sheet."""
         if sample.phase == "prefill":
             shape = (sample.batch, sample.prompt_tokens, sample.cached_tokens)
-            floor_s = physics.prefill_floor_s(self.model, self.gpu, self.tp, shape)
+            floor_s = physics.prefill_floor_s(self.model, self.gpu, sample.tp, shape)
         else:
-            args = (self.model, self.gpu, self.tp, sample.batch, sample.context_tokens)
+            args = (self.model, self.gpu, sample.tp, sample.batch, sample.context_tokens)
             floor_s = physics.decode_floor_s(*args)
         return sample.time_s >= _IMPOSSIBLE * floor_s
 
-    def linear_terms(self) -> dict[str, tuple[int, float, str]]:
+    def linear_terms(self, tp: int) -> dict[str, tuple[int, float, str]]:
         """Return place in the LINEAR vector, value and derivation of each term that physics can give."""
-        p, gpu = self.typical, self.gpu
+        p, gpu = self.typical(tp), self.gpu
         compute = f"{physics.COMPUTE_EFFICIENCY:g} of the peak FLOP rate"
         return {
             "prefill tokens": (2, p[4], f"matrix FLOP at {compute}"),
@@ -108,28 +115,231 @@ class _Physics:
         }
 
 
-def _from_samples(profile: Profile, samples: list[Sample], at: _Physics) -> CostModel:
+@dataclass(frozen=True, slots=True)
+class _Degree:
+    """The rows of one tensor-parallel degree, and which terms they cannot tell (with the reason)."""
+
+    tp: int
+    rows: Settings
+    faults: dict[str, str]
+    dropped: int
+    prompts: tuple[int, int]
+
+    @property
+    def there(self) -> dict[str, bool]:
+        return {"prefill": bool((~self.rows.decode).any()), "decode": bool(self.rows.decode.any())}
+
+    def parts(self, knee: bool) -> roofline.Parts:
+        """Return the multipliers that these rows can tell."""
+        blocked = set(self.faults)
+        if not self.there["prefill"]:
+            blocked |= {"prefill overhead", "launch floor", "knee"}
+        if not self.there["decode"]:
+            blocked |= {"decode overhead", "decode batch", "decode KV read", "weight streaming"}
+        if not knee:
+            blocked.add("knee")
+        return tuple(name for name in roofline.PARTS if name not in blocked)
+
+
+def _degree(profile: Profile, at: _Physics, tp: int, samples: list[Sample]) -> _Degree:
     kept = [sample for sample in samples if at.possible(sample)]
     if not kept:
         raise InputError(
-            f"profile {profile.name}: every row at TP{at.tp} is faster than {at.tp} x {at.gpu.name} can be "
+            f"profile {profile.name}: every row at TP{tp} is faster than {tp} x {at.gpu.name} can be "
             f"with {at.model.name}; check its model, its GPU and its unit of time"
         )
     rows = gather(kept)
-    faults = {term: why for term, why in identifiable(rows).items() if why}
-    best = _compete(rows, faults, at)
     prompts = [sample.prompt_tokens for sample in kept if sample.phase == "prefill"]
-    notes = [best.note, *_notes(profile, len(samples) - len(kept))]
-    return CostModel(
-        layout=Layout(at.tp),
-        parameters=best.parameters,
-        family=best.name,
-        from_physics=tuple(_marks(faults, rows, at)),
-        prefill_error=_term_error(best.errors["prefill"]),
-        decode_error=_term_error(best.errors["decode"]),
-        measured_tokens=(min(prompts), max(prompts)) if prompts else (0, 0),
-        notes=tuple(note for note in notes if note),
-    )
+    faults = {term: why for term, why in identifiable(rows).items() if why}
+    return _Degree(tp, rows, faults, len(samples) - len(kept), (min(prompts), max(prompts)) if prompts else (0, 0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Roofline:
+    """Rooflines of all degrees with one knee (0: none): the multipliers they share, and each one's own vector."""
+
+    knee: int
+    parts: roofline.Parts
+    center: np.ndarray
+    own: dict[int, np.ndarray]
+    vectors: dict[int, np.ndarray]
+
+    def residuals(self, rows: dict[int, Settings], phase: str) -> Residuals | None:
+        """Return what is left of `rows` in one phase, over all degrees; None without any."""
+        of_phase = {tp: part.where(part.decode == (phase == "decode")) for tp, part in rows.items()}
+        of_phase = {tp: part for tp, part in of_phase.items() if len(part)}
+        predicted_s = {tp: predict(self.vectors[tp], part.shapes) for tp, part in of_phase.items()}
+        told = phase == "prefill" or "decode KV read" in self.parts
+        return Residuals.of(of_phase, predicted_s, told) if of_phase else None
+
+
+class _Candidate(NamedTuple):
+    """A family fitted to all rows of a degree, and every row beside its prediction without its setting."""
+
+    name: str
+    parameters: np.ndarray
+    checks: Checks
+    note: str = ""
+
+    @property
+    def score(self) -> float:
+        """Mean relative error over the settings, of both phases alike; infinite when none was held out."""
+        means = [_size(errors) for phase in PHASES if len(errors := self.checks.errors(phase))]
+        return sum(means) / len(means) if means else inf
+
+
+def _size(errors: np.ndarray) -> float:
+    return float(np.abs(errors).mean()) if len(errors) else inf
+
+
+@dataclass(slots=True)
+class _Fitter:
+    """All degrees of one profile; the shared work is done once, when the first cost model is asked for."""
+
+    profile: Profile
+    at: _Physics
+    samples: dict[int, list[Sample]]
+    degrees: dict[int, _Degree] = field(init=False)
+    rooflines: list[tuple[_Roofline, dict[tuple[int, bool], Checks]]] = field(init=False)
+    """With each knee: the fit, and by degree and with grids or without, what it predicts of settings held out."""
+
+    def __post_init__(self) -> None:
+        self.degrees = {tp: _degree(self.profile, self.at, tp, rows) for tp, rows in self.samples.items()}
+        rows = {tp: degree.rows for tp, degree in self.degrees.items()}
+        self.rooflines = []
+        for knee in self._knees(rows):
+            whole = self._together(rows, knee)
+            self.rooflines.append((whole, self._held_out(rows, whole)))
+
+    def cost(self, tp: int) -> CostModel:
+        """Return the cost model of a degree that was measured."""
+        degree = self.degrees[tp]
+        best = self._compete(degree)
+        notes = [best.note, *_notes(self.profile, degree.dropped)]
+        errors = {phase: _term_error(best.checks.errors(phase), degree.rows, phase) for phase in PHASES}
+        return CostModel(
+            layout=Layout(tp),
+            parameters=best.parameters,
+            family=best.name,
+            from_physics=tuple(self._marks(degree)),
+            prefill_error=errors["prefill"],
+            decode_error=errors["decode"],
+            measured_tokens=degree.prompts,
+            notes=tuple(note for note in notes if note),
+            checks=best.checks,
+        )
+
+    def _compete(self, degree: _Degree) -> _Candidate:
+        """Return the family with the least held-out error; the simpler one where they are close.
+
+        A phase without rows is only known to the roofline. Of the knees the one that fits best enters.
+        """
+        candidates = [self._linear(degree)] if all(degree.there.values()) else []
+        candidates += [self._hybrid(degree, *found) for found in self.rooflines]
+        bar = _SIMPLER * min(candidate.score for candidate in candidates)
+        return next((candidate for candidate in candidates if candidate.score <= bar), candidates[-1])
+
+    def _linear(self, degree: _Degree) -> _Candidate:
+        fixed = np.full(kernel.SIZE, np.nan)
+        for term in degree.faults:
+            place, value, _ = self.at.linear_terms(degree.tp)[term]
+            fixed[place] = value
+        predicted_s = np.full(len(degree.rows), np.nan)
+        for held in _folds(degree.rows):
+            p = linear.fit(degree.rows.where(~held), fixed)
+            predicted_s[held] = predict(p, degree.rows.shapes[held])
+        return _Candidate("linear", linear.fit(degree.rows, fixed), _checks(degree.rows, predicted_s))
+
+    def _hybrid(self, degree: _Degree, whole: _Roofline, held_out: dict[tuple[int, bool], Checks]) -> _Candidate:
+        """Return the roofline, with residuals in each phase where they predict better."""
+        rows = {tp: other.rows for tp, other in self.degrees.items()}
+        plain, corrected = held_out[degree.tp, False], held_out[degree.tp, True]
+        better = {
+            phase: _SIMPLER * _size(corrected.errors(phase)) + _WORTH < _size(plain.errors(phase)) for phase in PHASES
+        }
+        p = whole.vectors[degree.tp]
+        note = f"+{p[15]:.0%} per token beyond {2 * p[14]:.0f} tokens" if p[15] else ""
+        if not any(better.values()):
+            return _Candidate("roofline", p, plain, note)
+        grids = [whole.residuals(rows, phase) if better[phase] else None for phase in PHASES]
+        kept = np.where(degree.rows.decode, better["decode"], better["prefill"])
+        checks = _checks(degree.rows, np.where(kept, corrected.predicted_s, plain.predicted_s))
+        return _Candidate("hybrid", hybrid(p, degree.tp, *grids), checks, note)
+
+    def _knees(self, rows: dict[int, Settings]) -> list[int]:
+        """Return no knee, and the one that fits best of those with two settings on either side."""
+        tokens = np.concatenate([part.shapes[~part.decode, 1] for part in rows.values()])
+        knees = [k for k in roofline.KNEES if (tokens <= k).sum() >= 2 and (tokens >= 2 * k).sum() >= 2]
+
+        def misfit(knee: int) -> float:
+            vectors = self._together(rows, knee).vectors
+            logs = {tp: np.log(predict(vectors[tp], part.shapes) / part.time_s) for tp, part in rows.items()}
+            return float(sum(part.weight @ logs[tp] ** 2 for tp, part in rows.items()))
+
+        best = min(knees, key=misfit, default=None)
+        return [0] if best is None else [0, best]
+
+    def _together(self, rows: dict[int, Settings], knee: int, start: _Roofline | None = None) -> _Roofline:
+        """Return the rooflines of `rows`: first what all degrees share, then each its own."""
+        bases = {tp: self.at.typical(tp) for tp in rows}
+        if knee:
+            bases = {tp: roofline.with_knee(base, knee) for tp, base in bases.items()}
+        told = {tp: self.degrees[tp].parts(knee > 0) for tp in rows}
+        parts = tuple(name for name in roofline.PARTS if any(name in each for each in told.values()))
+        center = roofline.shared(
+            [(part, bases[tp]) for tp, part in rows.items()], parts, None if start is None else start.center
+        )
+        if len(rows) == 1:
+            own = dict.fromkeys(rows, center)
+        else:
+            before = start.own if start is not None else dict.fromkeys(rows, center)
+            own = {tp: self._own((rows[tp], bases[tp]), parts, told[tp], center, before[tp]) for tp in rows}
+        vectors = {tp: roofline.vector(bases[tp], parts, theta) for tp, theta in own.items()}
+        return _Roofline(knee, parts, center, own, vectors)
+
+    def _own(
+        self,
+        degree: roofline.Degree,
+        parts: roofline.Parts,
+        told: roofline.Parts,
+        center: np.ndarray,
+        start: np.ndarray,
+    ) -> np.ndarray:
+        """Return a degree's own multipliers; those that its rows cannot tell stay at what all share."""
+        rows, base = degree
+        mine = np.array([name in told for name in parts])
+        base = roofline.vector(base, tuple(name for name in parts if name not in told), center[~mine])
+        theta = center.copy()
+        theta[mine] = roofline.own((rows, base), told, center[mine], start[mine])
+        return theta
+
+    def _held_out(self, rows: dict[int, Settings], whole: _Roofline) -> dict[tuple[int, bool], Checks]:
+        """Return what each setting is predicted to be from all others, by degree, with grids and without."""
+        found = {}
+        for tp, mine in rows.items():
+            plain_s, corrected_s = np.full(len(mine), np.nan), np.full(len(mine), np.nan)
+            for held in _folds(mine):
+                others = rows | {tp: mine.where(~held)}
+                fitted = self._together(others, whole.knee, whole)
+                phase = PHASES[int(mine.decode[held][0])]
+                grids = [fitted.residuals(others, phase) if phase == each else None for each in PHASES]
+                plain_s[held] = predict(fitted.vectors[tp], mine.shapes[held])
+                corrected_s[held] = predict(hybrid(fitted.vectors[tp], tp, *grids), mine.shapes[held])
+            found[tp, False], found[tp, True] = _checks(mine, plain_s), _checks(mine, corrected_s)
+        return found
+
+    def _marks(self, degree: _Degree) -> Iterator[str]:
+        """Yield one line per term that physics or the other degrees supplied, with the reason."""
+        terms = self.at.linear_terms(degree.tp)
+        others = [other for other in self.degrees.values() if other.tp != degree.tp]
+        missing = [phase for phase, there in degree.there.items() if not there]
+        for phase in missing:
+            told = any(other.there[phase] for other in others)
+            source = "what the other degrees show" if told else "a data-sheet roofline"
+            yield f"{phase}: not measured; all of it is {source}"
+        for term, why in degree.faults.items():
+            if term.split()[0] not in missing:
+                yield f"{term}: {why}; taken as {terms[term][2]}"
 
 
 def _notes(profile: Profile, dropped: int) -> list[str]:
@@ -140,104 +350,29 @@ def _notes(profile: Profile, dropped: int) -> list[str]:
     ]
 
 
-def _marks(faults: dict[str, str], rows: Settings, at: _Physics) -> list[str]:
-    """Return one line per term that physics supplied, with the reason."""
-    missing = [phase for phase, there in _phases(rows).items() if not there]
-    terms = at.linear_terms()
-    lines = [f"{phase}: not measured; all of it is a data-sheet roofline" for phase in missing]
-    for term, why in faults.items():
-        if term.split()[0] not in missing:
-            lines.append(f"{term}: {why}; taken as {terms[term][2]}")
-    return lines
-
-
-def _phases(rows: Settings) -> dict[str, bool]:
-    return {"prefill": bool((~rows.decode).any()), "decode": bool(rows.decode.any())}
-
-
-def _compete(rows: Settings, faults: dict[str, str], at: _Physics) -> _Candidate:
-    """Return the family with the least held-out error; the simpler one where they are close.
-
-    A phase without rows is only known to the roofline. Of the knees the one that fits best enters.
-    """
-    there = _phases(rows)
-    candidates = [_linear(rows, faults, at)] if all(there.values()) else []
-    candidates.append(_roofline(rows, faults, at.typical))
-    if there["prefill"] and (knee := _best_knee(rows, faults, at.typical)):
-        candidates.append(_roofline(rows, faults, roofline.with_knee(at.typical, knee)))
-    bar = _SIMPLER * min(candidate.score for candidate in candidates)
-    return next(candidate for candidate in candidates if candidate.score <= bar)
-
-
-def _linear(rows: Settings, faults: dict[str, str], at: _Physics) -> _Candidate:
-    fixed = np.full(kernel.SIZE, np.nan)
-    for term in faults:
-        place, value, _ = at.linear_terms()[term]
-        fixed[place] = value
-    parameters = linear.fit(rows, fixed)
-    return _Candidate("linear", parameters, _held_out(rows, parameters, lambda part, _: linear.fit(part, fixed)))
-
-
-def _roofline(rows: Settings, faults: dict[str, str], base: np.ndarray) -> _Candidate:
-    parts = _parts(rows, faults, base)
-    parameters = roofline.fit(rows, base, parts)
-    errors = _held_out(rows, parameters, lambda part, start: roofline.fit(part, base, parts, start))
-    note = f"+{parameters[15]:.0%} per token beyond {2 * base[14]:.0f} tokens" if base[15] else ""
-    return _Candidate("roofline", parameters, errors, note)
-
-
-def _parts(rows: Settings, faults: dict[str, str], base: np.ndarray) -> tuple[str, ...]:
-    """Return the multipliers that these rows can tell."""
-    there = _phases(rows)
-    blocked = set(faults)
-    if not there["prefill"]:
-        blocked |= {"prefill overhead", "launch floor"}
-    if not there["decode"]:
-        blocked |= {"decode overhead", "decode batch", "decode KV read", "weight streaming"}
-    if not base[15]:
-        blocked.add("knee")
-    return tuple(name for name in roofline.PARTS if name not in blocked)
-
-
-def _best_knee(rows: Settings, faults: dict[str, str], base: np.ndarray) -> int | None:
-    """Return where a knee fits best, of those with two settings on either side; None when there is none."""
-    tokens = rows.shapes[~rows.decode, 1]
-    knees = [k for k in roofline.KNEES if (tokens <= k).sum() >= 2 and (tokens >= 2 * k).sum() >= 2]
-
-    def misfit(knee: int) -> float:
-        start = roofline.with_knee(base, knee)
-        p = roofline.fit(rows, start, _parts(rows, faults, start))
-        return float(rows.weight @ np.log(_predict(p, rows.shapes) / rows.time_s) ** 2)
-
-    return min(knees, key=misfit, default=None)
-
-
-def _held_out(rows: Settings, parameters: np.ndarray, refit: Refit) -> dict[str, np.ndarray]:
-    """Return the relative error of each setting when predicted from the others, per phase."""
-    errors: dict[str, list[float]] = {"prefill": [], "decode": []}
+def _folds(rows: Settings) -> Iterator[np.ndarray]:
+    """Yield masks of the rows to hold out; never the only setting of a phase."""
     for held in rows.folds():
-        left = rows.where(~held)
-        if not (left.decode == rows.decode[held][0]).any():
-            continue  # the only setting of its phase: nothing to predict it from
-        p = refit(left, parameters)
-        test = rows.where(held)
-        relative = np.abs(_predict(p, test.shapes) / test.time_s - 1.0)
-        phase = "decode" if test.decode[0] else "prefill"
-        errors[phase] += [float(relative[test.group == group].mean()) for group in np.unique(test.group)]
-    return {phase: np.array(values) for phase, values in errors.items()}
+        if (rows.decode[~held] == rows.decode[held][0]).any():
+            yield held
 
 
-def _predict(parameters: np.ndarray, shapes: np.ndarray) -> np.ndarray:
-    out = np.empty(len(shapes))
-    kernel.iterations_s(parameters, shapes, out)
-    return out
+def _checks(rows: Settings, predicted_s: np.ndarray) -> Checks:
+    return Checks(rows.shapes, rows.decode, rows.group, rows.time_s, predicted_s)
 
 
-def _term_error(errors: np.ndarray) -> TermError | None:
+def _term_error(errors: np.ndarray, rows: Settings, phase: str) -> TermError | None:
     if not len(errors):
         return None
-    p95 = float(np.percentile(errors, 95))
-    return TermError(float(np.median(errors)), p95, float(errors.max()), len(errors))
+    size = np.abs(errors)
+    return TermError(
+        median=float(np.median(size)),
+        p95=float(np.percentile(size, 95)),
+        worst=float(size.max()),
+        settings=len(size),
+        rms=float(np.sqrt(np.mean(size**2))),
+        noise=rows.noise(phase == "decode"),
+    )
 
 
 def _from_coefficients(profile: Profile, coefficients: Coefficients) -> CostModel:

@@ -73,7 +73,7 @@ def _soft_max(x, y, sharpness):
 
 @inlined
 def _roofline_s(p, prefills, tokens, attended, decodes, context):
-    """overhead + softmax_q(compute, memory, launches) + sampling + collectives  [s].
+    """overhead + softmax_q(softmax_q(compute, memory) + attention, launches) + sampling + collectives  [s].
 
     p[1] overhead of a step with prefill    p[2] of a decode-only step        p[3] q, how sharp the knee is
     p[4] per token through the matrices     p[5] per unit of `attended`       p[6] per sequence (sampling)
@@ -88,10 +88,11 @@ def _roofline_s(p, prefills, tokens, attended, decodes, context):
     all_tokens = tokens + decodes
     experts = p[8] * (1.0 - (1.0 - p[9]) ** all_tokens) if p[8] > 0.0 else 0.0
     slower = p[15] * min(1.0, max(0.0, all_tokens / p[14] - 1.0)) if p[15] > 0.0 else 0.0
-    compute = p[4] * all_tokens * (1.0 + slower) + p[5] * attended
-    # a prefill reads back the KV it attends to as well, but tile by tile: that is inside p[5]
-    memory = p[7] + experts + p[10] * context
-    busy = _soft_max(compute, memory, p[3])
+    compute = p[4] * all_tokens * (1.0 + slower)
+    memory = p[7] + experts
+    # attention is a kernel of its own: it waits for the matrices and does not hide under them. A prefill reads back
+    # the KV it attends to as well, but tile by tile: that is inside p[5]
+    busy = _soft_max(compute, memory, p[3]) + p[5] * attended + p[10] * context
     overhead = p[2]
     if tokens > 0:
         busy = _soft_max(busy, p[13], p[3])
@@ -109,7 +110,7 @@ def _node(value, nodes):
 
 @inlined
 def _residual(p, start, tokens, requests):
-    """Return the log of measured over roofline time at (tokens, requests): bilinear on octaves, flat outside."""
+    """Return the log of measured over roofline time at (tokens of each, requests): bilinear, flat outside."""
     i, x = _node(log2(max(tokens, 1.0)) - FIRST_LONG, LONG)
     j, y = _node(log2(max(requests, 1.0)), SHORT)
     at = start + i * SHORT + j
@@ -122,16 +123,18 @@ def _residual(p, start, tokens, requests):
 def _hybrid_s(p, prefills, tokens, attended, decodes, context):
     """The roofline times what measurements have shown it to be off by, near where they were made  [s].
 
-    Prefill residuals lie over (new tokens, prompts), decode residuals over (KV tokens of a request, requests). A
-    mixed step takes both, each by its share of the tokens.
+    Both grids lie over (tokens of each request, requests): new tokens in prefill, KV tokens in decode. A mixed step is
+    priced as in the linear law: the prefill with the decode tokens counted in, plus KV reads and sampling.
     """
-    share = tokens / (tokens + decodes)
-    off = 0.0
-    if tokens > 0:
-        off += share * _residual(p, SIZE, tokens + decodes, prefills)
-    if decodes > 0:
-        off += (1.0 - share) * _residual(p, SIZE + GRID, context / decodes, decodes)
-    return exp(off) * _roofline_s(p, prefills, tokens, attended, decodes, context)
+    if tokens <= 0:
+        off = _residual(p, SIZE + GRID, context / decodes, decodes)
+        return exp(off) * _roofline_s(p, 0, 0, 0.0, decodes, context)
+    off = _residual(p, SIZE, (tokens + decodes) / max(prefills, 1), prefills)
+    batch_s = exp(off) * _roofline_s(p, prefills, tokens + decodes, attended, 0, 0)
+    if decodes <= 0:
+        return batch_s
+    alone_s = exp(_residual(p, SIZE + GRID, context / decodes, decodes)) * _roofline_s(p, 0, 0, 0.0, decodes, context)
+    return max(batch_s + p[10] * context + p[6] * decodes, alone_s)
 
 
 @compiled

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import log
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -40,25 +41,51 @@ PARTS: dict[str, Part] = {
 }
 
 
-def fit(rows: Settings, base: np.ndarray, parts: tuple[str, ...], start: np.ndarray | None = None) -> np.ndarray:
-    """Return the ROOFLINE vector that predicts `rows` best, changing only `parts` of `base`.
+OWN = 0.05
+"""How strongly a degree is pulled to what all degrees of a profile share; 0.05 weighs a factor of e like one setting
+that is 5 % off. Chosen among 0.02, 0.05 and 0.1 on Splitwise's table, where it hardly matters."""
 
-    `start`: a vector fitted before (to more rows), from which the search sets out. Deterministic.
+Parts = tuple[str, ...]
+Degree = tuple[Settings, np.ndarray]
+"""Rows of one tensor-parallel degree, and the ROOFLINE vector that physics gives there."""
+
+
+def shared(degrees: Sequence[Degree], parts: Parts, start: np.ndarray | None = None) -> np.ndarray:
+    """Return the multipliers (logarithms, one per part) that predict all degrees best together, pulled to 0.
+
+    `start`: multipliers found before (for more rows), from which the search sets out. Deterministic.
     """
-    chosen = [PARTS[name] for name in parts]
-    low, high = np.log([part.low for part in chosen]), np.log([part.high for part in chosen])
-    first = np.zeros(len(chosen)) if start is None else _multipliers(start, base, chosen)
-    pull = np.array([part.pull for part in chosen])
-    error = _Error(rows, base, chosen)
-    found = least_squares(
-        lambda theta: np.concatenate([error(theta), pull * theta]),
-        np.clip(first, low + 1e-6, high - 1e-6),
-        bounds=(low, high),
-        xtol=1e-5,
-        ftol=1e-6,
-        max_nfev=60,
-    )
-    return scaled(base, chosen, found.x)
+    errors = [_Error(rows, base, parts) for rows, base in degrees]
+    pull = np.array([PARTS[name].pull for name in parts])
+
+    def misses(theta: np.ndarray) -> np.ndarray:
+        return np.concatenate([*(error(theta) for error in errors), pull * theta])
+
+    return _least(misses, parts, np.zeros(len(parts)) if start is None else start)
+
+
+def own(degree: Degree, parts: Parts, center: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Return the multipliers of one degree: what its own rows say, pulled to what all degrees share (`center`)."""
+    error = _Error(*degree, parts)
+
+    def misses(theta: np.ndarray) -> np.ndarray:
+        return np.concatenate([error(theta), OWN * (theta - center)])
+
+    return _least(misses, parts, start)
+
+
+def vector(base: np.ndarray, parts: Parts, theta: np.ndarray) -> np.ndarray:
+    """Return the ROOFLINE vector `base` with each part multiplied by e^theta."""
+    return np.asarray(base * np.exp(_places(parts) @ theta))
+
+
+@cache
+def _places(parts: Parts) -> np.ndarray:
+    """Return which place of the vector (row) belongs to which part (column), as ones in zeros."""
+    places = np.zeros((kernel.SIZE, len(parts)))
+    for column, name in enumerate(parts):
+        places[list(PARTS[name].places), column] = 1.0
+    return places
 
 
 def with_knee(base: np.ndarray, tokens: int) -> np.ndarray:
@@ -68,26 +95,22 @@ def with_knee(base: np.ndarray, tokens: int) -> np.ndarray:
     return p
 
 
-def scaled(base: np.ndarray, parts: list[Part], theta: np.ndarray) -> np.ndarray:
-    """Return `base` with each part multiplied by e^theta."""
-    p = base.copy()
-    for part, value in zip(parts, theta, strict=True):
-        p[list(part.places)] *= np.exp(value)
-    return p
-
-
-def _multipliers(p: np.ndarray, base: np.ndarray, parts: list[Part]) -> np.ndarray:
-    return np.array([log(p[part.places[0]] / base[part.places[0]]) for part in parts])
+def _least(misses: Callable[[np.ndarray], np.ndarray], parts: Parts, start: np.ndarray) -> np.ndarray:
+    if not parts:
+        return np.zeros(0)
+    low, high = (np.log([getattr(PARTS[name], end) for name in parts]) for end in ("low", "high"))
+    inside = np.clip(start, low + 1e-6, high - 1e-6)
+    return np.asarray(least_squares(misses, inside, bounds=(low, high), xtol=1e-5, ftol=1e-6, max_nfev=60).x)
 
 
 class _Error:
     """Weighted log error of each row; one buffer serves all calls."""
 
-    def __init__(self, rows: Settings, base: np.ndarray, parts: list[Part]):
+    def __init__(self, rows: Settings, base: np.ndarray, parts: Parts):
         self.rows, self.base, self.parts = rows, base, parts
         self.out = np.empty(len(rows))
         self.root = np.sqrt(rows.weight)
 
     def __call__(self, theta: np.ndarray) -> np.ndarray:
-        kernel.iterations_s(scaled(self.base, self.parts, theta), self.rows.shapes, self.out)
+        kernel.iterations_s(vector(self.base, self.parts, theta), self.rows.shapes, self.out)
         return self.root * np.log(self.out / self.rows.time_s)

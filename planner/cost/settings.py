@@ -28,6 +28,8 @@ class Settings:
     """Which setting each row belongs to; prefill and decode never share one."""
     decode: np.ndarray
     weight: np.ndarray
+    spread: np.ndarray
+    """How far the repeats of the row lie from their median, as a share (the median of that); nan without repeats."""
 
     def __len__(self) -> int:
         return len(self.time_s)
@@ -35,6 +37,11 @@ class Settings:
     def where(self, mask: np.ndarray) -> Settings:
         """Return the rows that `mask` selects."""
         return Settings(*(getattr(self, name)[mask] for name in self.__slots__))
+
+    def noise(self, decode: bool) -> float | None:
+        """Return the typical spread of repeats in one phase, as a share; None without repeats."""
+        spread = self.spread[(self.decode == decode) & ~np.isnan(self.spread)]
+        return float(np.median(spread)) if len(spread) else None
 
     def folds(self) -> Iterator[np.ndarray]:
         """Yield a mask of the rows to hold out: one setting each, or of a big grid every 24th setting."""
@@ -47,8 +54,9 @@ class Settings:
 def gather(samples: Iterable[Sample]) -> Settings:
     """Return the rows of `samples`: the median over repeats of each shape, in a fixed order.
 
-    A decode row's context often depends on when a request happened to stop, so contexts within a quarter of
-    an octave count as the same setting: else a setting would be predicted from its own near-repeats.
+    A decode row's context often depends on when a request happened to stop. What was asked for (prompt and output)
+    names the setting where the profile says it; else contexts within a quarter of an octave count as the same:
+    otherwise a setting would be predicted from its own near-repeats.
     """
     repeats: dict[tuple[tuple[int, ...], BatchShape], list[float]] = defaultdict(list)
     for sample in samples:
@@ -62,12 +70,20 @@ def gather(samples: Iterable[Sample]) -> Settings:
         group=group,
         decode=np.array([key[0][0] == 1 for key in keys], dtype=bool),
         weight=1.0 / np.bincount(group)[group] if len(group) else np.zeros(0),
+        spread=np.array([_spread(repeats[key]) for key in keys]),
     )
+
+
+def _spread(times_s: list[float]) -> float:
+    middle = np.median(times_s)
+    return float(np.median(np.abs(np.array(times_s) / middle - 1.0))) if len(times_s) > 1 else np.nan
 
 
 def _setting(sample: Sample) -> tuple[int, ...]:
     if sample.phase == "prefill":
         return (0, sample.batch, sample.prompt_tokens, sample.cached_tokens)
+    if sample.prompt_tokens and sample.output_tokens:
+        return (1, sample.batch, sample.prompt_tokens, sample.output_tokens)
     return (1, sample.batch, round(4 * log2(sample.context_tokens)), 0)
 
 

@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 
 from planner.cost.base import BatchShape, CostModel
-from planner.cost.fit import fit, unprofiled, with_stages
+from planner.cost.fit import fit_all, unprofiled, with_stages
 from planner.errors import InputError
 from planner.search.layouts import Kind, Rejected, efficient_budget, pipelines, rejected_or_blocks
 from planner.search.saturation import saturation_rps
@@ -73,6 +73,7 @@ def _complete(kinds: list[Kind]) -> bool:
 def _degrees(problem: Problem, gpu: Gpu, rejected: list[Rejected]) -> Iterator[tuple[int, CostModel]]:
     """Yield the tensor-parallel degrees that are legal and of known cost, with their one-stage cost models."""
     profile = problem.profile_of(gpu)
+    fitted = _fitted(problem, profile, gpu) if profile is not None else {}
     unit = _largest_unit(problem, gpu)
     for tp in range(1, min(problem.search.max_tp, len(unit.gpus)) + 1):
         if (fault := problem.model.tp_fault(tp)) is not None:
@@ -86,13 +87,13 @@ def _degrees(problem: Problem, gpu: Gpu, rejected: list[Rejected]) -> Iterator[t
             reason = f"profile {profile.name} measured NVLink, but here {tp} GPUs are not all joined by it"
             rejected.append(Rejected("any", Layout(tp), gpu.name, reason))
         else:
-            yield tp, _fitted(problem, profile, gpu, tp)
+            yield tp, fitted[tp]
 
 
-def _fitted(problem: Problem, profile: Profile, gpu: Gpu, tp: int) -> CostModel:
-    """Return the cost model that a profile gives at one degree. Raises InputError at the profile's line."""
+def _fitted(problem: Problem, profile: Profile, gpu: Gpu) -> dict[int, CostModel]:
+    """Return the cost models that a profile gives, by degree. Raises InputError at the profile's line."""
     try:
-        return fit(profile, problem.model, gpu, tp)
+        return fit_all(profile, problem.model, gpu)
     except InputError as error:
         raise InputError([problem.fault(fault.message, "profiles") for fault in error.faults]) from None
 

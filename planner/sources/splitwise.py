@@ -105,7 +105,11 @@ def _copied(runs: list[Run], gpu: str, copies: dict[str, tuple[str, float]]) -> 
 
 def _profile(model: str, gpu: str, runs: list[Run], notes: list[str]) -> Profile:
     prefill = [Sample("prefill", r.tp, 1, r.batch, r.prompt, 0, 0, seconds(r.prompt_s)) for r in runs]
-    decode = [Sample("decode", r.tp, 1, r.batch, 0, 0, r.context, seconds(r.token_s)) for r in runs if r.asked > 1]
+    decode = [
+        Sample("decode", r.tp, 1, r.batch, r.prompt, 0, r.context, seconds(r.token_s), r.asked)
+        for r in runs
+        if r.asked > 1
+    ]
     return Profile(
         name=slug("splitwise", model, gpu),
         model=model,

@@ -13,9 +13,9 @@ from planner.specs.base import Spec
 from planner.specs.units import Count, Name
 
 FORMAT = 1
-COLUMNS = ("phase", "tp", "pp", "batch", "prompt_tokens", "cached_tokens", "context_tokens", "time_s")
+COLUMNS = ("phase", "tp", "pp", "batch", "prompt_tokens", "cached_tokens", "context_tokens", "time_s", "output_tokens")
 _REQUIRED = ("phase", "tp", "batch", "time_s")
-_DEFAULTS: dict[str, int] = {"pp": 1, "prompt_tokens": 0, "cached_tokens": 0, "context_tokens": 0}
+_DEFAULTS: dict[str, int] = {"pp": 1, "prompt_tokens": 0, "cached_tokens": 0, "context_tokens": 0, "output_tokens": 0}
 _LIMIT = 10**9
 _LONGEST_S = 86400.0
 
@@ -28,11 +28,14 @@ class Sample(NamedTuple):
     pp: int
     batch: int
     prompt_tokens: int
-    """New tokens of each request (prefill); what it had asked for (decode, not used by the fit)."""
+    """New tokens of each request (prefill); the prompt behind its context (decode)."""
     cached_tokens: int
     context_tokens: int
     """KV tokens of each request during the step (decode)."""
     time_s: float
+    output_tokens: int = 0
+    """Tokens asked of each request (decode). With the prompt it names the setting: contexts vary within one when
+    generation stops early."""
 
 
 def row_fault(columns: tuple[str, ...], row: Any) -> str | None:
