@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 
 import numpy as np
 
@@ -234,6 +234,8 @@ def claim_of(option: Option | None) -> Claim | None:
         goodput_rps=_rounded(rate.goodput_rps),
         low_rps=_rounded(rate.low_rps),
         high_rps=_rounded(rate.high_rps),
+        wide_low_rps=None if isnan(rate.wide_low_rps) else _rounded(rate.wide_low_rps),
+        wide_high_rps=None if isnan(rate.wide_high_rps) else _rounded(rate.wide_high_rps),
         gpus=option.gpus,
         goodput_rps_per_gpu=_rounded(option.per_gpu_rps),
         layout=option.placed.layout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import isfinite
 
@@ -32,6 +32,7 @@ from planner.search.pools import pool_rps
 from planner.sources.problem import Problem
 from planner.specs.layout import Layout
 from planner.specs.problem import Compared, Side
+from planner.sureness import Responses, responses, widened
 
 Progress = Callable[[str], None]
 
@@ -60,6 +61,8 @@ class Option:
     ranked: tuple[Scored, ...]
     replayed: tuple[tuple[Scored, float], ...]
     """The candidates that were placed, with their goodput on the real network."""
+    responses: Responses = field(default_factory=dict)
+    """What the goodput does when a latency is off by its typical error."""
 
     @property
     def gpus(self) -> int:
@@ -413,7 +416,12 @@ def _quoted(
     rate = claim(problem, trials.quoting, best.placed, best.goodput_rps).capped(_saturated_rps(kinds, best.placed))
     at_rps = min(rate.goodput_rps, problem.rate_rps or rate.goodput_rps) or 1e-3
     figures = report(problem, trials.quoting, best.placed, at_rps)
-    return Option(best.placed, rate, figures, program, tuple(ranked), tuple(replayed))
+    answers: Responses = {}
+    if rate.goodput_rps > 0:
+        progress(f"asking what errors of the latencies would do to {best.placed.layout}")
+        answers = responses(trials.ranking, best.placed, rate.goodput_rps)
+        rate = widened(rate, answers)
+    return Option(best.placed, rate, figures, program, tuple(ranked), tuple(replayed), answers)
 
 
 def _saturated_rps(kinds: Kinds, placed: Placed) -> float:

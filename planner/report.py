@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import isfinite
+from collections.abc import Iterable, Iterator
+from math import expm1, isfinite, isnan
 from typing import TYPE_CHECKING, Any
 
 from planner.cost.base import CostModel
@@ -65,6 +65,9 @@ def render(plan: Plan) -> Iterator[RenderableType]:
     yield Text(_question(plan), style="dim")
     yield Text(_confidence(plan), style="dim")
     yield _options(plan)
+    ways = (("disaggregated", plan.disaggregated), ("aggregated", plan.aggregated))
+    if any(option is not None and option.responses for _, option in ways):
+        yield _sureness(ways)
     yield _instances(plan.chosen)
     yield _latencies(plan.chosen, plan.problem.slos)
     yield _busy(plan.chosen)
@@ -134,10 +137,14 @@ def _rps(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
+def _interval(low_rps: float, high_rps: float) -> str:
+    return "" if isnan(low_rps) else f"[{_rps(low_rps)}, {_rps(high_rps)}]"
+
+
 def _options(plan: Plan) -> RenderableType:
     """Both ways to serve, side by side."""
     table = _table(
-        "Goodput, replayed (95% interval over seeds)",
+        "Goodput, replayed [95% interval by luck, and below it with errors of the latencies]",
         "way",
         "layout",
         "GPUs",
@@ -156,10 +163,24 @@ def _options(plan: Plan) -> RenderableType:
             name + mark,
             option.placed.layout,
             str(option.gpus),
-            f"{_rps(rate.goodput_rps)} [{_rps(rate.low_rps)}, {_rps(rate.high_rps)}]",
+            f"{_rps(rate.goodput_rps)} {_interval(rate.low_rps, rate.high_rps)}"
+            f"\n{_interval(rate.wide_low_rps, rate.wide_high_rps)}",
             _rps(option.per_gpu_rps),
             rate.binding,
         )
+    return table
+
+
+def _sureness(options: Iterable[tuple[str, Option | None]]) -> RenderableType:
+    """What goodput would be if a latency that it rests on were off by its typical error: what to measure better."""
+    table = _table(
+        "If a latency is off by its typical error, goodput changes by", "way", "latency", "error", "slower", "faster",
+        right=2,
+    )  # fmt: skip
+    for way, option in options:
+        for latency, answer in option.responses.items() if option is not None else ():
+            changes = (f"{expm1(change):+.0%}" for change in (answer.slower, answer.faster))
+            table.add_row(way, str(latency), f"{answer.error:.0%}", *changes)
     return table
 
 

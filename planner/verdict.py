@@ -12,6 +12,7 @@ from planner.search.kinds import Kinds
 from planner.simulator.metrics import binding_term
 from planner.sources.problem import Problem
 from planner.specs.units import show_seconds
+from planner.sureness import spread, weakest
 
 Mode = Literal["disaggregated", "aggregated"]
 MODES: tuple[Mode, ...] = ("disaggregated", "aggregated")
@@ -61,32 +62,31 @@ def judge(
     gain, low, high = _gain(problem, disaggregated, aggregated)
     if (verdict := _by_demand(problem, disaggregated, aggregated, (gain, low, high))) is not None:
         return verdict
-    if low > 0:
+    by_luck = _gain(problem, disaggregated, aggregated, luck_alone=True)
+    if by_luck[1] > 0:
         mode, reason = MODES[0], _interference(problem, trials, gain, aggregated)
     else:
         mode, reason = MODES[1], _cost_of_splitting(problem, kinds, trials, gain, disaggregated, aggregated)
-    error = _latency_error(disaggregated, aggregated)
-    if abs(gain) <= error:
-        reason += f"; but the latencies themselves miss by {error:.1%} at the median on data left out of the fit"
-    return Verdict(mode, low <= 0 <= high or abs(gain) <= error, gain, low, high, reason)
+    tie = low <= 0 <= high
+    if tie:
+        reason += f"; but {_doubt(by_luck, disaggregated, aggregated)}"
+    return Verdict(mode, tie, gain, low, high, reason)
 
 
-def _latency_error(*options: Option) -> float:
-    """Return the largest median error of the latencies that the options rest on; 0 where none is known.
+def _doubt(by_luck: tuple[float, float, float], d: Option, a: Option) -> str:
+    """Return what a tie comes from: luck alone, or latencies that may be off."""
+    if by_luck[1] <= 0 <= by_luck[2]:
+        return "the seeds alone leave open which is better"
+    both = {**d.responses, **a.responses}
+    latency = weakest(both)
+    assert latency is not None, "an interval wider than luck has its reason"
+    return (
+        f"the latencies are only known so well ({latency} to {both[latency].error:.0%}), and within that either may win"
+    )
 
-    A fault that both ways share cancels in their ratio, but no more than that is sure.
-    """
-    errors = [0.0]
-    for kind in (kind for option in options for kind in option.placed.kinds):
-        of_phase = {"prefill": (kind.cost.prefill_error,), "decode": (kind.cost.decode_error,)}
-        both = (kind.cost.prefill_error, kind.cost.decode_error)
-        errors += [error.median for error in of_phase.get(kind.phase, both) if error is not None]
-    return max(errors)
 
-
-def _gain(problem: Problem, one: Option, other: Option) -> tuple[float, float, float]:
-    """Return the relative gain per GPU of `one` over `other` with its interval (independent errors of the
-    logarithms).
+def _gain(problem: Problem, one: Option, other: Option, luck_alone: bool = False) -> tuple[float, float, float]:
+    """Return the relative gain per GPU of `one` over `other` with its interval, luck and latency errors in it.
 
     To get the most out of a cluster both have all its GPUs, so one that a layout leaves idle counts against it; to
     serve a given load each has the GPUs that it takes.
@@ -94,8 +94,9 @@ def _gain(problem: Problem, one: Option, other: Option) -> tuple[float, float, f
     ratio = one.rate.goodput_rps / other.rate.goodput_rps
     if problem.objective == "min_gpus":
         ratio *= other.gpus / one.gpus
-    half = hypot(*(log(o.rate.high_rps / o.rate.low_rps) / 2 for o in (one, other)))
-    return ratio - 1, ratio * exp(-half) - 1, ratio * exp(half) - 1
+    down, up = spread(one.rate, {}, {}) if luck_alone else spread(one.rate, one.responses, other.responses)
+    luck = log(other.rate.high_rps / other.rate.low_rps) / 2
+    return ratio - 1, ratio * exp(-hypot(down, luck)) - 1, ratio * exp(hypot(up, luck)) - 1
 
 
 def _by_demand(problem: Problem, d: Option, a: Option, gain: tuple[float, float, float]) -> Verdict | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost.kernel import iteration_s
+from planner.cost.kernel import SLOWER, iteration_s
 from planner.specs.layout import Layout
 
 
@@ -91,6 +91,12 @@ class CostModel:
     """Smallest and largest prompt that was measured; outside, the prediction is an extrapolation."""
     notes: tuple[str, ...] = field(default=())
     checks: Checks | None = None
+
+    def slower(self, phase: str, share: float) -> CostModel:
+        """Return the same with the steps of one phase longer by `share` (0.1: a tenth; below 0: shorter)."""
+        parameters = self.parameters.copy()
+        parameters[SLOWER[0] if phase == "prefill" else SLOWER[1]] = share
+        return replace(self, parameters=parameters)
 
     def iteration_s(self, shape: BatchShape) -> float:
         """Return the time [s] of one iteration through all stages, hand-offs included."""

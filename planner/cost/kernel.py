@@ -23,6 +23,8 @@ LINEAR, ROOFLINE, HYBRID = 0, 1, 2
 # threshold. ROOFLINE: see `_roofline_s`. HYBRID: a roofline, then two grids of residuals, see `_residual`.
 SIZE = 20
 """Numbers of a law before its grids."""
+SLOWER = 17, 18
+"""Of any law: by which share steps with prefill, and decode-only steps, take longer (to ask what an error would do)."""
 LONG, SHORT = 14, 10
 """Nodes of a residual grid: 2^4 to 2^17 tokens, 2^0 to 2^9 requests."""
 FIRST_LONG = 4
@@ -137,16 +139,21 @@ def _hybrid_s(p, prefills, tokens, attended, decodes, context):
     return max(batch_s + p[10] * context + p[6] * decodes, alone_s)
 
 
-@compiled
-def iteration_s(p, prefills, tokens, attended, decodes, context):
-    """Return the time [s] of one iteration of the whole model (all pipeline stages, without hand-offs)."""
-    if tokens <= 0 and decodes <= 0:
-        return 0.0
+@inlined
+def _law_s(p, prefills, tokens, attended, decodes, context):
     if p[FAMILY] == LINEAR:
         return _linear_s(p, tokens, attended, decodes, context)
     if p[FAMILY] == HYBRID:
         return _hybrid_s(p, prefills, tokens, attended, decodes, context)
     return _roofline_s(p, prefills, tokens, attended, decodes, context)
+
+
+@compiled
+def iteration_s(p, prefills, tokens, attended, decodes, context):
+    """Return the time [s] of one iteration of the whole model (all pipeline stages, without hand-offs)."""
+    if tokens <= 0 and decodes <= 0:
+        return 0.0
+    return (1.0 + p[17 if tokens > 0 else 18]) * _law_s(p, prefills, tokens, attended, decodes, context)
 
 
 @compiled

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, isfinite, sqrt
+from math import exp, isfinite, nan, sqrt
 
 import numpy as np
 from scipy import stats
@@ -108,7 +108,10 @@ def goodput_rps(trial: Trial, system: System, guess_rps: float, precision: float
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A goodput with the interval that its seeds leave open, and what would bind beyond it."""
+    """A goodput with the interval that its seeds leave open, and what would bind beyond it.
+
+    `wide_low_rps` and `wide_high_rps` also hold what the latencies may be off by (`sureness.py`); nan until asked.
+    """
 
     goodput_rps: float
     low_rps: float
@@ -116,6 +119,8 @@ class Rate:
     margin: float = 0.0
     """By how much attainment, pooled over the seeds, exceeds the target at this rate."""
     binding: str = ""
+    wide_low_rps: float = nan
+    wide_high_rps: float = nan
 
     def capped(self, bound_rps: float) -> Rate:
         """Return the same, but no more than `bound_rps`: a run may end before the queue of an overload is too long."""

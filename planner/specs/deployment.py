@@ -111,11 +111,13 @@ class SpreadSpec(Spec):
 
 
 class Claim(Spec):
-    """A replayed goodput with the 95 % interval over its seeds."""
+    """A replayed goodput with its 95 % intervals: over the seeds, and with what the latencies may be off by as well."""
 
     goodput_rps: float
     low_rps: float
     high_rps: float
+    wide_low_rps: float | None = None
+    wide_high_rps: float | None = None
     gpus: int
     goodput_rps_per_gpu: float
     layout: str
