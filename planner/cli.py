@@ -30,6 +30,8 @@ app = typer.Typer(
 )
 topology_app = typer.Typer(no_args_is_help=True, help="Look at a cluster as the planner sees it.")
 app.add_typer(topology_app, name="topology")
+profile_app = typer.Typer(no_args_is_help=True, help="Check the measurements that plans rest on.")
+app.add_typer(profile_app, name="profile")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
@@ -246,6 +248,44 @@ def topology_show(
         console.print(describe_path(topology, parse_gpu(topology, from_), parse_gpu(topology, to)))
     else:
         console.print(describe(topology))
+
+
+@profile_app.command(
+    "lint",
+    help="""Check a profile, or a table that others published: what is no measurement, and what a fit cannot tell.
+
+Rejected rows are left out of every fit. Exit code 1 when any is rejected, 0 when rows are only flagged.
+
+Examples:
+
+  planner profile lint my-profile.yaml
+
+  planner profile lint attention.csv --gpu rtx4090 --model llama3.1-8b
+
+  planner profile lint perf_model.csv --json | jq .findings
+""",
+)
+def profile_lint(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile (YAML), CSV or JSON.", show_default=False)],
+    gpu: Annotated[str | None, typer.Option("--gpu", help="The GPU, where the file does not name one.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="The model, where the file does not name one.")] = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, max=1024, help="Ranks of a table that names none.")] = 1,
+    json: Json = False,
+) -> None:
+    from planner.lint.check import lint
+    from planner.lint.given import Given
+    from planner.lint.view import lines, to_json
+    from planner.specs.base import dump_json
+
+    report = lint(file, Given.of(gpu, model, tp))
+    if json:
+        print(dump_json(to_json(report)))
+    else:
+        console = _console()
+        for line in lines(report, console.width):
+            console.print(line, soft_wrap=True)
+    if report.rejects:
+        raise typer.Exit(1)
 
 
 def _topology_json(topology: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from planner import cli
 from planner.cli import _run
 from planner.specs.base import parse
 
-COMMANDS = (("plan",), ("fit",), ("simulate",), ("schema",), ("topology", "show"))
+COMMANDS = (("plan",), ("fit",), ("simulate",), ("schema",), ("topology", "show"), ("profile", "lint"))
 PROBLEM = """\
 model: opt-13b
 cluster: a100-4gpu
@@ -102,7 +102,7 @@ def test_an_example_of_the_help_works(folder, capsys):
         assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["topology"]])
+@pytest.mark.parametrize("arguments", [[], ["topology"], ["profile"]])
 def test_without_a_command_the_help_goes_to_stderr(arguments, capsys):
     assert _run(arguments) == 1
     printed = capsys.readouterr()

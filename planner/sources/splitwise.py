@@ -29,7 +29,7 @@ COLUMNS = (
     "tensor_parallel",
 )
 _SAME = 1e-9
-_QUEUED = 0.95
+QUEUED = 0.95
 _LEAST_COPIES = 3
 _CONTEXT_NOTE = "decode context: the prompt plus half of the tokens made, which e2e_time bounds"
 
@@ -80,7 +80,7 @@ def load(path: str | Path, model: str | None = None, gpu: str | None = None) -> 
             )
         )
     own = [run for run in runs if run.hardware == gpu]
-    kept = [run for run in own if run.told_share >= _QUEUED]
+    kept = [run for run in own if run.told_share >= QUEUED]
     if not kept:
         raise InputError(Fault(f"no row of {model} on {gpu} adds up to its end-to-end time", str(path)))
     return _profile(model, gpu, kept, [*_left_out(own, kept), *_copied(runs, gpu, copies), _CONTEXT_NOTE])
