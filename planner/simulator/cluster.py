@@ -99,9 +99,13 @@ class LoopPulls:
     """A decode loop that awaits each migration by itself (DistServe's engine, see `in_loop.py`)."""
 
     pull_s: float
-    """Time of one migration [s]."""
+    """Time of one migration, whatever the prompt [s]."""
+    bytes_per_s: float = float("inf")
+    """At which each pipeline stage pulls its share of the KV, all of them at once."""
     share: float = 0.05
     """Blocks that accepted requests may hold before they run, as a share of all."""
+    look_again_s: float = 0.0
+    """How long after it handed over a step, with the next batch empty, the loop looks for finished prefills [s]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +226,8 @@ def _step_done(w, lane, now_s, horizon_s):
     # the end of a step elsewhere concerns this lane only through shared stages, or by letting a waiting pull begin
     if w.scalar[0].steps > 0 and (w.instance[i].stages > 1 or w.scalar[0].waiting_pulls > 0):
         horizon_s = min(horizon_s, w.step[0].time_s)
-    now_s = coast(w, lane, now_s, horizon_s)
+    takes_turns = w.scalar[0].pulls_in_loop != 0 and w.instance[i].stages > 1
+    now_s = now_s if takes_turns else coast(w, lane, now_s, horizon_s)
     if now_s >= 0.0:
         finish_step(w, lane, now_s)
         if w.scalar[0].pulls_in_loop != 0 and w.instance[i].phase == DECODE:
@@ -479,7 +484,9 @@ def _scalars(system: System) -> np.ndarray:
     rows["last_entry"] = rows["last_decode"] = -1
     if system.loop_pulls is not None:
         rows["pulls_in_loop"] = 1
-        rows["pull_s"], rows["pull_share"] = system.loop_pulls.pull_s, system.loop_pulls.share
+        pulls = system.loop_pulls
+        rows["pull_s"], rows["pull_share"], rows["look_again_s"] = pulls.pull_s, pulls.share, pulls.look_again_s
+        rows["pull_s_per_token"] = system.kv_bytes_per_token / pulls.bytes_per_s
     return rows
 
 

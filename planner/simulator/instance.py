@@ -53,6 +53,12 @@ def _schedule_step(w, time_s, lane):
     w.scalar[0].serial += 1
 
 
+@inlined
+def accepted(w, i):
+    """A decode loop's own: requests that were pulled and wait for a batch (such an instance chunks nothing)."""
+    return _chunking(w, w.instance[i].first_lane)
+
+
 # ---- blocks and stages
 
 
@@ -242,10 +248,10 @@ def start_step(w, lane, now_s):
     i = mine.instance
     if mine.in_flight != 0:
         return
-    _swap_in(w, i, lane)
+    if w.scalar[0].pulls_in_loop == 0:
+        swap_in(w, i, lane)
     joined, first_joined = 0, w.queue[joining(w, lane)].head
-    waits = w.scalar[0].pulls_in_loop != 0 and w.queue[swapped(w, i)].size > 0  # there, those swapped out go first
-    while w.queue[joining(w, lane)].size > 0 and not waits:
+    while w.queue[joining(w, lane)].size > 0:
         r = pop(w, joining(w, lane))
         joined += 1
         w.request[r].generated = 1
@@ -353,13 +359,14 @@ def grow(w, i, lane):
 
 
 @inlined
-def _swap_in(w, i, lane):
+def swap_in(w, i, lane):
     """Bring back swapped-out requests, oldest first, while their blocks fit. The copy delays the step."""
     me, line = w.instance[i], w.queue[swapped(w, i)]
+    no_reserve = w.scalar[0].pulls_in_loop != 0
     while line.size > 0:
         context = w.request[line.head].prompt + w.request[line.head].generated
         blocks = blocks_of(w, context)
-        if not admits(me.free_blocks, blocks, me.blocks, w.lane[lane].running, _NO_LIMIT):
+        if not admits(me.free_blocks, blocks, me.blocks, 0 if no_reserve else w.lane[lane].running, _NO_LIMIT):
             return
         r = pop(w, swapped(w, i))
         take_blocks(w, i, blocks)

@@ -32,6 +32,7 @@ INSTANCE = np.dtype(
         ("members", "i8"),
         ("pulls", "i8"),
         ("waiting_blocks", "i8"),
+        ("accepted_blocks", "i8"),  # of prompts that were pulled in the loop and wait for a batch
         ("queued_s", "f8"),
         ("turn", "i8"),
         ("asleep", "i8"),
@@ -109,7 +110,9 @@ SCALAR = np.dtype(
         ("last_decode", "i8"),
         ("pulls_in_loop", "i8"),
         ("pull_s", "f8"),
+        ("pull_s_per_token", "f8"),
         ("pull_share", "f8"),
+        ("look_again_s", "f8"),
     ]
 )
 
