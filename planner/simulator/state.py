@@ -23,6 +23,8 @@ INSTANCE = np.dtype(
         ("handoff_s_per_token", "f8"),
         ("max_batch", "i8"),
         ("max_tokens", "i8"),
+        ("prompts_first", "i8"),
+        ("max_padding", "i8"),
         ("blocks", "i8"),
         ("swap_s_per_block", "f8"),
         ("entry", "f8"),
@@ -52,6 +54,7 @@ LANE = np.dtype(
         ("context", "i8"),
         ("steps", "i8"),
         ("in_flight", "i8"),
+        ("prompts_only", "i8"),  # the step in flight decodes nobody
         ("penalty_s", "f8"),
         ("newest", "i8"),
     ]
