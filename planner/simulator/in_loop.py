@@ -39,7 +39,7 @@ def take_turn(w, i, now_s):
     """Go on with the loop of instance `i`, unless it sleeps or waits for a step."""
     me = w.instance[i]
     lane = me.first_lane + me.turn
-    if me.asleep != 0 or w.lane[lane].in_flight != 0 or _accept(w, i, now_s):
+    if me.asleep != 0 or w.lane[lane].in_flight != 0 or _is_idle(w, i) or _accept(w, i, now_s):
         return
     grow(w, i, lane)  # with nobody running there is nobody to grow
     swap_in(w, i, lane)
@@ -47,8 +47,7 @@ def take_turn(w, i, now_s):
     start_step(w, lane, now_s)
     me.turn = (me.turn + 1) % me.stages
     if w.lane[lane].in_flight == 0:
-        if not _is_idle(w, i):
-            _sleep(w, i, now_s + _EMPTY_TURN_S)
+        _sleep(w, i, now_s + _EMPTY_TURN_S)
     elif w.lane[me.first_lane + me.turn].in_flight == 0:
         _sleep(w, i, now_s + w.scalar[0].look_again_s)
 
