@@ -88,8 +88,8 @@ def distserve(pp: int, extra: DistServe) -> System:
 def vllm(extra: Vllm) -> System:
     """Return vLLM 0.2.3 on one GPU: prompts first, padded by at most its default of 256 tokens."""
     law = _law(_published_vllm(), extra.prefill_factor, extra.prefill_s, extra.decode_factor, extra.per_request_s)
-    limits = Limits(1024, 65536, int(extra.kv_blocks), max_padding=256)
-    return System((Instance("aggregated", law, limits),), _opt().kv_bytes_per_token)
+    limits = Limits(1024, 65536, int(extra.kv_blocks))
+    return System((Instance("aggregated", law, limits, max_padding=256),), _opt().kv_bytes_per_token)
 
 
 def play(system: System, requests: Requests, front: Front, seed: int = 0) -> Times:

@@ -381,7 +381,7 @@ class Reference:
         for job in joined:
             job.generated = 1
             lane.running.append(job)
-        prompts_first = box.spec.phase == "aggregated" and box.spec.limits.max_padding is not None
+        prompts_first = box.spec.phase == "aggregated" and box.spec.max_padding is not None
         chunks: list[tuple[int, int]] = []
         if prompts_first:
             chunks = self._take_prompts(box, lane, now_s)
@@ -416,7 +416,7 @@ class Reference:
         while box.queue:
             longest = max((job.context for job in batch), default=0)
             tokens, joins = sum(job.context for job in batch), box.queue[0].context
-            if not joins_padded_batch(len(batch), longest, tokens, joins, limits.max_tokens, limits.max_padding):
+            if not joins_padded_batch(len(batch), longest, tokens, joins, limits.max_tokens, box.spec.max_padding):
                 break
             if not self._admit_prompt(box, lane, now_s):
                 break
@@ -538,14 +538,10 @@ def _random_instance(r: Random, phase: Phase, block_tokens: int) -> Instance:
     longest = ceil((LONGEST_PROMPT + LONGEST_OUTPUT) / block_tokens)
     blocks = r.randint(max(longest - 3, 1), 2 * longest + 4) if r.random() < 0.7 else 50 * longest
     limits = Limits(
-        r.choice([1, 2, 3, 8, 64]),
-        r.choice([4, 16, 40, 120]),
-        blocks,
-        block_tokens,
-        r.choice([1e3, 1e6, 1e9]),
-        r.choice([None, None, 5, 100]) if phase == "aggregated" else None,
+        r.choice([1, 2, 3, 8, 64]), r.choice([4, 16, 40, 120]), blocks, block_tokens, r.choice([1e3, 1e6, 1e9])
     )
-    return Instance(phase, random_cost(r, r.randint(1, 3)), limits)
+    max_padding = r.choice([None, None, 5, 100]) if phase == "aggregated" else None
+    return Instance(phase, random_cost(r, r.randint(1, 3)), limits, max_padding)
 
 
 def random_cost(r: Random, stages: int) -> CostModel:

@@ -69,9 +69,6 @@ class Limits:
     block_tokens: int = 16
     swap_bytes_per_s: float = 25e9
     """Between this instance's GPUs and host memory, all ranks together."""
-    max_padding: int | None = None
-    """None: an aggregated instance mixes chunks of prompts with decoding. Else, as vLLM 0.2 did: while a prompt waits
-    and fits, a step runs whole prompts and nothing else, padded to the longest by at most this many tokens in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +78,9 @@ class Instance:
     phase: Phase
     cost: CostModel
     limits: Limits
+    max_padding: int | None = None
+    """None: an aggregated instance mixes chunks of prompts with decoding. Else, as vLLM 0.2 did: while a prompt waits
+    and fits, a step runs whole prompts and nothing else, padded to the longest by at most this many tokens in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +422,7 @@ def _instances(system: System, path: np.ndarray) -> np.ndarray:
         row["handoff_s"] = instance.cost.handoff_s
         row["handoff_s_per_token"] = instance.cost.handoff_s_per_token
         row["max_batch"], row["max_tokens"], row["blocks"] = limits.max_batch, limits.max_tokens, limits.kv_blocks
-        row["prompts_first"], row["max_padding"] = limits.max_padding is not None, limits.max_padding or 0
+        row["prompts_first"], row["max_padding"] = instance.max_padding is not None, instance.max_padding or 0
         row["swap_s_per_block"] = block_bytes / limits.swap_bytes_per_s
         row["entry"] = float(instance.phase != "decode")
         row["free_blocks"] = row["least_free_blocks"] = limits.kv_blocks
