@@ -23,7 +23,9 @@ from planner.specs.layout import Layout, Phase
 from planner.specs.workload import Requests, make_requests
 
 admits = decode.admits.py_func
-joins_batch, chunk_tokens = prefill.joins_batch.py_func, prefill.chunk_tokens.py_func
+joins_batch, joins_padded_batch, chunk_tokens = (
+    function.py_func for function in (prefill.joins_batch, prefill.joins_padded_batch, prefill.chunk_tokens)
+)
 pick_least, work_left_s, decode_load = (
     function.py_func for function in (routing.pick_least, routing.work_left_s, routing.decode_load)
 )
@@ -63,6 +65,8 @@ class Lane:
     joining: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
     chunking: list[Job] = field(default_factory=list)
+    decoding: list[Job] = field(default_factory=list)
+    """Who gets a token from the step in flight."""
     in_flight: bool = False
     penalty_s: float = 0.0
 
@@ -377,10 +381,16 @@ class Reference:
         for job in joined:
             job.generated = 1
             lane.running.append(job)
-        chunks = self._take_chunks(box, lane, now_s) if box.spec.phase == "aggregated" else []
+        prompts_first = box.spec.phase == "aggregated" and box.spec.max_padding is not None
+        chunks: list[tuple[int, int]] = []
+        if prompts_first:
+            chunks = self._take_prompts(box, lane, now_s)
+        elif box.spec.phase == "aggregated":
+            chunks = self._take_chunks(box, lane, now_s)
         if not lane.running and not chunks:
             return
-        times = box.iterate(now_s, lane.penalty_s, chunks, lane.running)
+        lane.decoding = [] if prompts_first and chunks else list(lane.running)
+        times = box.iterate(now_s, lane.penalty_s, chunks, lane.decoding)
         lane.penalty_s, lane.in_flight = 0.0, True
         for job in joined:
             job.first_step_s = times[0]
@@ -399,6 +409,21 @@ class Reference:
             lane.running.append(box.swapped.pop(0))
             box.hold(job, blocks)
             lane.penalty_s += blocks * self._block_swap_s(box)
+
+    def _take_prompts(self, box: Box, lane: Lane, now_s: float) -> list[tuple[int, int]]:
+        """Return the padded prompts of a step that decodes nobody; none when no prompt waits or fits."""
+        limits, batch = box.spec.limits, []
+        while box.queue:
+            longest = max((job.context for job in batch), default=0)
+            tokens, joins = sum(job.context for job in batch), box.queue[0].context
+            if not joins_padded_batch(len(batch), longest, tokens, joins, limits.max_tokens, box.spec.max_padding):
+                break
+            if not self._admit_prompt(box, lane, now_s):
+                break
+            batch.append(lane.chunking[-1])
+        for job in batch:
+            job.chunk = job.context
+        return [(max((job.context for job in batch), default=0), 0)] * len(batch)
 
     def _take_chunks(self, box: Box, lane: Lane, now_s: float) -> list[tuple[int, int]]:
         chunks: list[tuple[int, int]] = []
@@ -431,10 +456,11 @@ class Reference:
 
     def _step_done(self, box: Box, lane: Lane, now_s: float) -> None:
         lane.in_flight = False
-        for job in lane.running:
+        for job in lane.decoding:
             job.generated += 1
-        self._finish(box, lane, now_s)
-        self._grow(box, lane)
+        if lane.decoding:
+            self._finish(box, lane, now_s)
+            self._grow(box, lane)
         self._finish_chunks(box, lane, now_s)
         self._start_step(box, lane, now_s)
         if box.spec.phase == "decode":
@@ -514,10 +540,16 @@ def _random_instance(r: Random, phase: Phase, block_tokens: int) -> Instance:
     limits = Limits(
         r.choice([1, 2, 3, 8, 64]), r.choice([4, 16, 40, 120]), blocks, block_tokens, r.choice([1e3, 1e6, 1e9])
     )
-    weights = [r.uniform(0.5, 1.5) for _ in range(r.randint(1, 3))]
+    max_padding = r.choice([None, None, 5, 100]) if phase == "aggregated" else None
+    return Instance(phase, random_cost(r, r.randint(1, 3)), limits, max_padding)
+
+
+def random_cost(r: Random, stages: int) -> CostModel:
+    """Return a law of any family, cut into uneven stages, with a hand-off or without."""
+    weights = [r.uniform(0.5, 1.5) for _ in range(stages)]
     share = tuple(weight / sum(weights) for weight in weights)
     handoff = r.choice([(0.0, 0.0), (r.uniform(0, 0.002), r.uniform(0, 1e-5))])
-    return Instance(phase, CostModel(Layout(1, len(share)), _random_law(r), share, *handoff), limits)
+    return CostModel(Layout(1, stages), _random_law(r), share, *handoff)
 
 
 def _random_law(r: Random) -> np.ndarray:

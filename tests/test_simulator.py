@@ -21,6 +21,7 @@ from planner.simulator.metrics import attained, attainment, binding_term, latenc
 from planner.specs.layout import Layout, Phase
 from planner.specs.slo import Slo
 from planner.specs.workload import Requests, make_requests
+from tests.reference_decode_loop import DecodeLoop, random_loop
 from tests.reference_simulator import Reference, random_requests, random_system
 
 ANY = (Slo(ttft_s=1.0, tpot_s=1.0),)
@@ -282,7 +283,7 @@ def test_equals_the_plain_simulator_on_longer_loads(seed):
 def test_the_random_clusters_do_meet_what_they_are_for():
     """Preemption by swap and by recompute, waiting for blocks on both sides, pipelines, refusals, shared links."""
     swapped = recomputed = refused = short_of_blocks = shared = waited = 0
-    for seed in range(500):
+    for seed in range(1000):
         r = Random(seed)
         system, requests = random_system(r), random_requests(r)
         run = simulate(system, requests, ANY)
@@ -294,6 +295,27 @@ def test_the_random_clusters_do_meet_what_they_are_for():
         shared += int((run.link_bytes > 0).sum())
         waited += int((run.pull_start_s > run.prefill_end_s + 1e-6).sum())
     assert min(swapped, recomputed, refused, short_of_blocks, shared, waited) > 50
+
+
+@given(seeds)
+@often
+def test_a_decode_loop_equals_the_plain_one_request_by_request(seed):
+    r = Random(seed)
+    system, requests = random_loop(r), random_requests(r)
+    assert differences(simulate(system, requests, ANY), DecodeLoop(system, requests).run()) == []
+
+
+def test_the_random_decode_loops_do_meet_what_they_are_for():
+    """Swapping, back-pressure, and with several stages both one batch that holds everyone and several that share."""
+    swapped = waited = pipelined = 0
+    for seed in range(300):
+        r = Random(seed)
+        system, requests = random_loop(r), random_requests(r)
+        run = simulate(system, requests, ANY)
+        swapped += int(run.preemptions.sum())
+        waited += int((run.pull_start_s > run.prefill_end_s + 0.05).sum())
+        pipelined += len(system.instances[1].cost.stage_share) > 1
+    assert min(swapped, waited, pipelined) > 100
 
 
 # ---- invariants

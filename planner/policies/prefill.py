@@ -21,3 +21,15 @@ def joins_batch(requests, tokens, next_tokens, max_requests, max_tokens):
 def chunk_tokens(budget, left):
     """Return how many of the `left` prompt tokens run in this step of a chunked-prefill engine (SARATHI)."""
     return min(budget, left)
+
+
+@compiled
+def joins_padded_batch(requests, longest, tokens, next_tokens, max_tokens, max_padding):
+    """Return True when the next prompt joins a batch whose prompts are all padded to the longest one (vLLM 0.2).
+
+    The batch holds `requests` prompts of `tokens` in all. Bounded are its size, padding included, and the padding.
+    """
+    if requests == 0:
+        return True
+    padded = (requests + 1) * max(longest, next_tokens)
+    return padded <= max_tokens and padded - (tokens + next_tokens) <= max_padding

@@ -78,6 +78,9 @@ class Instance:
     phase: Phase
     cost: CostModel
     limits: Limits
+    max_padding: int | None = None
+    """None: an aggregated instance mixes chunks of prompts with decoding. Else, as vLLM 0.2 did: while a prompt waits
+    and fits, a step runs whole prompts and nothing else, padded to the longest by at most this many tokens in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +102,13 @@ class LoopPulls:
     """A decode loop that awaits each migration by itself (DistServe's engine, see `in_loop.py`)."""
 
     pull_s: float
-    """Time of one migration [s]."""
+    """Time of one migration, whatever the prompt [s]."""
+    bytes_per_s: float = float("inf")
+    """At which each pipeline stage pulls its share of the KV, all of them at once."""
     share: float = 0.05
     """Blocks that accepted requests may hold before they run, as a share of all."""
+    look_again_s: float = 0.0
+    """How long after it handed over a step, with the next batch empty, the loop looks for finished prefills [s]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +229,8 @@ def _step_done(w, lane, now_s, horizon_s):
     # the end of a step elsewhere concerns this lane only through shared stages, or by letting a waiting pull begin
     if w.scalar[0].steps > 0 and (w.instance[i].stages > 1 or w.scalar[0].waiting_pulls > 0):
         horizon_s = min(horizon_s, w.step[0].time_s)
-    now_s = coast(w, lane, now_s, horizon_s)
+    takes_turns = w.scalar[0].pulls_in_loop != 0 and w.instance[i].stages > 1
+    now_s = now_s if takes_turns else coast(w, lane, now_s, horizon_s)
     if now_s >= 0.0:
         finish_step(w, lane, now_s)
         if w.scalar[0].pulls_in_loop != 0 and w.instance[i].phase == DECODE:
@@ -414,6 +422,7 @@ def _instances(system: System, path: np.ndarray) -> np.ndarray:
         row["handoff_s"] = instance.cost.handoff_s
         row["handoff_s_per_token"] = instance.cost.handoff_s_per_token
         row["max_batch"], row["max_tokens"], row["blocks"] = limits.max_batch, limits.max_tokens, limits.kv_blocks
+        row["prompts_first"], row["max_padding"] = instance.max_padding is not None, instance.max_padding or 0
         row["swap_s_per_block"] = block_bytes / limits.swap_bytes_per_s
         row["entry"] = float(instance.phase != "decode")
         row["free_blocks"] = row["least_free_blocks"] = limits.kv_blocks
@@ -479,7 +488,9 @@ def _scalars(system: System) -> np.ndarray:
     rows["last_entry"] = rows["last_decode"] = -1
     if system.loop_pulls is not None:
         rows["pulls_in_loop"] = 1
-        rows["pull_s"], rows["pull_share"] = system.loop_pulls.pull_s, system.loop_pulls.share
+        pulls = system.loop_pulls
+        rows["pull_s"], rows["pull_share"], rows["look_again_s"] = pulls.pull_s, pulls.share, pulls.look_again_s
+        rows["pull_s_per_token"] = system.kv_bytes_per_token / pulls.bytes_per_s
     return rows
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from planner.compiled import inlined
 from planner.cost.kernel import iteration_s
 from planner.policies.decode import admits, blocks_for
-from planner.policies.prefill import chunk_tokens, joins_batch
+from planner.policies.prefill import chunk_tokens, joins_batch, joins_padded_batch
 from planner.simulator.clock import add_event
 from planner.simulator.network import begin_flow, settle
 from planner.simulator.queues import pop, push, push_front
@@ -51,6 +51,12 @@ def _schedule_step(w, time_s, lane):
     add_event(w.step, w.scalar[0].steps, w.scalar[0].serial, time_s, 0, lane)
     w.scalar[0].steps += 1
     w.scalar[0].serial += 1
+
+
+@inlined
+def accepted(w, i):
+    """A decode loop's own: requests that were pulled and wait for a batch (such an instance chunks nothing)."""
+    return _chunking(w, w.instance[i].first_lane)
 
 
 # ---- blocks and stages
@@ -242,22 +248,24 @@ def start_step(w, lane, now_s):
     i = mine.instance
     if mine.in_flight != 0:
         return
-    _swap_in(w, i, lane)
+    if w.scalar[0].pulls_in_loop == 0:
+        swap_in(w, i, lane)
     joined, first_joined = 0, w.queue[joining(w, lane)].head
-    waits = w.scalar[0].pulls_in_loop != 0 and w.queue[swapped(w, i)].size > 0  # there, those swapped out go first
-    while w.queue[joining(w, lane)].size > 0 and not waits:
+    while w.queue[joining(w, lane)].size > 0:
         r = pop(w, joining(w, lane))
         joined += 1
         w.request[r].generated = 1
         enter_lane(w, lane, r, w.request[r].prompt + 1)
     prefills, tokens, attended = 0, 0, 0.0
-    if w.instance[i].phase == AGGREGATED:
+    if w.instance[i].prompts_first != 0:
+        prefills, tokens, attended = _take_prompts(w, i, lane, now_s)
+        mine.prompts_only = prefills
+    elif w.instance[i].phase == AGGREGATED:
         prefills, tokens, attended = _take_chunks(w, i, lane, now_s)
     if mine.running == 0 and tokens == 0:
         return
-    start_s, _, end_s = _pass_pipeline(
-        w, i, now_s, mine.penalty_s, prefills, tokens, attended, mine.running, mine.context
-    )
+    decodes, context = (0, 0) if mine.prompts_only != 0 else (mine.running, mine.context)
+    start_s, _, end_s = _pass_pipeline(w, i, now_s, mine.penalty_s, prefills, tokens, attended, decodes, context)
     mine.penalty_s = 0.0
     mine.in_flight = 1
     r = first_joined
@@ -274,7 +282,7 @@ def finish_step(w, lane, now_s):
     """Book one token for every decoding request of the lane, see off those that are done, and make room to grow."""
     mine = w.lane[lane]
     mine.in_flight = 0
-    if mine.running > 0:
+    if mine.running > 0 and mine.prompts_only == 0:
         mine.steps += 1
         mine.context += mine.running
         _finish_due(w, mine.instance, lane, now_s)
@@ -353,13 +361,14 @@ def grow(w, i, lane):
 
 
 @inlined
-def _swap_in(w, i, lane):
+def swap_in(w, i, lane):
     """Bring back swapped-out requests, oldest first, while their blocks fit. The copy delays the step."""
     me, line = w.instance[i], w.queue[swapped(w, i)]
+    no_reserve = w.scalar[0].pulls_in_loop != 0
     while line.size > 0:
         context = w.request[line.head].prompt + w.request[line.head].generated
         blocks = blocks_of(w, context)
-        if not admits(me.free_blocks, blocks, me.blocks, w.lane[lane].running, _NO_LIMIT):
+        if not admits(me.free_blocks, blocks, me.blocks, 0 if no_reserve else w.lane[lane].running, _NO_LIMIT):
             return
         r = pop(w, swapped(w, i))
         take_blocks(w, i, blocks)
@@ -435,6 +444,35 @@ def _finish_chunks(w, i, lane, now_s):
             take_blocks(w, i, -blocks_of(w, context + 1))
             w.instance[i].members -= 1
             finish(w, r, now_s)
+
+
+# ---- aggregated instances: prompts first (vLLM 0.2)
+
+
+@inlined
+def _take_prompts(w, i, lane, now_s):
+    """Fill a step with whole waiting prompts, oldest first; return (prefills, padded tokens, attended)."""
+    me, line = w.instance[i], w.queue[i]
+    prefills, longest, tokens = 0, 0, 0
+    while line.size > 0:
+        it = w.request[line.head]
+        context = it.prompt + it.generated
+        blocks = blocks_of(w, context + 1)
+        lane_is_full = (w.lane[lane].running + prefills) * me.stages >= me.max_batch
+        if lane_is_full or not admits(me.free_blocks, blocks, me.blocks, me.members, me.max_batch):
+            break
+        if not joins_padded_batch(prefills, longest, tokens, context, me.max_tokens, me.max_padding):
+            break
+        r = pop(w, i)
+        take_blocks(w, i, blocks)
+        me.members += 1
+        _leave_queue(w, i, context)
+        if it.generated == 0:
+            it.prefill_start_s = now_s
+        it.chunk = context
+        push(w, _chunking(w, lane), r)
+        prefills, longest, tokens = prefills + 1, max(longest, context), tokens + context
+    return prefills, prefills * longest, float(prefills) * longest * longest
 
 
 # ---- the verdict on one request

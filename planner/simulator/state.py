@@ -23,6 +23,8 @@ INSTANCE = np.dtype(
         ("handoff_s_per_token", "f8"),
         ("max_batch", "i8"),
         ("max_tokens", "i8"),
+        ("prompts_first", "i8"),
+        ("max_padding", "i8"),
         ("blocks", "i8"),
         ("swap_s_per_block", "f8"),
         ("entry", "f8"),
@@ -32,6 +34,7 @@ INSTANCE = np.dtype(
         ("members", "i8"),
         ("pulls", "i8"),
         ("waiting_blocks", "i8"),
+        ("accepted_blocks", "i8"),  # of prompts that were pulled in the loop and wait for a batch
         ("queued_s", "f8"),
         ("turn", "i8"),
         ("asleep", "i8"),
@@ -51,6 +54,7 @@ LANE = np.dtype(
         ("context", "i8"),
         ("steps", "i8"),
         ("in_flight", "i8"),
+        ("prompts_only", "i8"),  # the step in flight decodes nobody
         ("penalty_s", "f8"),
         ("newest", "i8"),
     ]
@@ -109,7 +113,9 @@ SCALAR = np.dtype(
         ("last_decode", "i8"),
         ("pulls_in_loop", "i8"),
         ("pull_s", "f8"),
+        ("pull_s_per_token", "f8"),
         ("pull_share", "f8"),
+        ("look_again_s", "f8"),
     ]
 )
 
