@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from planner.cost.base import BatchShape, CostModel
 from planner.cost.fit import fit_all, unprofiled, with_stages
 from planner.errors import InputError
+from planner.lint.check import lines_of, sound_samples
 from planner.search.layouts import Kind, Rejected, efficient_budget, pipelines, rejected_or_blocks
 from planner.search.saturation import saturation_rps
 from planner.simulator.cluster import Limits
@@ -18,7 +19,7 @@ from planner.sources.problem import Problem
 from planner.specs.cluster import EFFICIENCY
 from planner.specs.gpu import Gpu
 from planner.specs.layout import Layout
-from planner.specs.profile import Profile
+from planner.specs.profile import Profile, Samples
 from planner.specs.topology import GpuId, Unit
 from planner.specs.units import show_seconds
 
@@ -91,9 +92,14 @@ def _degrees(problem: Problem, gpu: Gpu, rejected: list[Rejected]) -> Iterator[t
 
 
 def _fitted(problem: Problem, profile: Profile, gpu: Gpu) -> dict[int, CostModel]:
-    """Return the cost models that a profile gives, by degree. Raises InputError at the profile's line."""
+    """Return the cost models that a profile's sound rows give, by degree. Raises InputError at the profile's line."""
+    samples, findings = sound_samples(profile, problem.model, gpu)
+    if profile.samples and samples:  # with none left, the fit says what is wrong with all of them
+        profile = profile.model_copy(update={"samples": Samples.of(samples)})
+    left_out = tuple(lines_of(findings))
     try:
-        return fit_all(profile, problem.model, gpu)
+        costs = fit_all(profile, problem.model, gpu)
+        return {tp: replace(cost, notes=(*cost.notes, *left_out)) for tp, cost in costs.items()}
     except InputError as error:
         raise InputError([problem.fault(fault.message, "profiles") for fault in error.faults]) from None
 
