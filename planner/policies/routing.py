@@ -15,10 +15,9 @@ def pick_least(score, allowed, last):
 
     Equal scores go to the first one after `last`, the previous pick.
     """
-    best = -1
-    count = len(score)
-    for step in range(1, count + 1):
-        at = (last + step) % count
+    best, at = -1, last
+    for _ in range(len(score)):
+        at = at + 1 if at + 1 < len(score) else 0  # a remainder would take longer than all the rest
         if allowed[at] > 0.0 and (best < 0 or score[at] < score[best]):
             best = at
     return best
