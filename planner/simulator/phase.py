@@ -23,14 +23,27 @@ from planner.policies.routing import decode_load, pick_least, work_left_s
 from planner.simulator import cluster
 from planner.simulator.clock import drop_first
 from planner.simulator.cluster import Run, System
-from planner.simulator.instance import BATCH_DONE, PULL_BEGINS, STAGE_FREE, blocks_of, check_ttft, finish, joining
-from planner.simulator.instance import join_lane, schedule, take_blocks
+from planner.simulator.instance import (
+    BATCH_DONE,
+    PULL_BEGINS,
+    STAGE_FREE,
+    begin_pull,
+    blocks_of,
+    check_ttft,
+    finish,
+    join_lane,
+    joining,
+    schedule,
+    take_blocks,
+)
+from planner.simulator.network import next_end_s, settle, take_finished
 from planner.simulator.queues import pop, push
 from planner.simulator.state import DECODE, World
 from planner.specs.slo import Slo
 from planner.specs.workload import Requests
 
 _LEFT = -1
+_NOTHING, _PULLED, _ARRIVAL = 5, 6, 7  # beside the kinds of events in `instance.py`
 _MOST_LONE = 1 << 16
 
 LOOKUP = np.dtype([("prompt_blocks", "i4"), ("whole_blocks", "i4"), ("lone_s", "f8")])
@@ -59,8 +72,7 @@ def simulate_phases(
 
 def applies(system: System) -> bool:
     """Return True when `system` is made of prefill and decode instances between which transfers never contend."""
-    free = system.paths is None or not any(path.shares for path in system.paths)
-    return free and system.loop_pulls is None and all(i.phase in ("prefill", "decode") for i in system.instances)
+    return system.loop_pulls is None and all(one.phase in ("prefill", "decode") for one in system.instances)
 
 
 def _world(system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: float, stop: bool) -> World:
@@ -74,48 +86,73 @@ def _world(system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: 
 @compiled
 def _run(w, lookup, lone_s, row):
     """Work through the load; return how many events there were, or -1 when a decode instance has to preempt."""
-    arrived, events, arrived_s = 0, 0, -np.inf
+    arrived, events, arrived_s, flow_end_s = 0, 0, -np.inf, np.inf
     while not cluster._lost(w):
         arrival_s = w.request[arrived].arrival_s if arrived < len(w.request) else np.inf
         event_s = w.event[0].time_s if w.scalar[0].events > 0 else np.inf
         # while somebody waits for blocks or a place, any step's end may let go of blocks on the prefill side
         lane = _next_lane(w, 0, len(w.lane)) if w.scalar[0].waiting_pulls > 0 else -1
         step_s = w.step[lane].time_s if lane >= 0 else np.inf
-        # at one instant: events, then steps, then arrivals; and a batch of no length ends after those steps
-        now_s = min(event_s, step_s, arrival_s)
-        until_s, first, end = now_s, 0, 0
-        if event_s <= now_s:
-            first, end = _concerned(w)
-            if arrived_s == now_s:
-                until_s = np.nextafter(now_s, np.inf)
+        now_s = min(min(flow_end_s, event_s), min(step_s, arrival_s))
+        # whose steps must be worked off first, and until when: at one instant come transfers, events, steps, arrivals
+        first, end, until_s, kind, who = 0, 0, now_s, _NOTHING, -1
+        if now_s == np.inf:
+            end = len(w.instance)
+        elif flow_end_s <= now_s:
+            settle(w, now_s)
+            kind, who = _PULLED, take_finished(w)
+            flow_end_s = next_end_s(w) if w.scalar[0].flows > 0 else np.inf
+        elif event_s <= now_s:
+            kind, who = _next_event(w)
+            if kind == PULL_BEGINS and len(w.hop) > 0:
+                begin_pull(w, who, now_s)
+                flow_end_s = next_end_s(w)
+            elif kind == PULL_BEGINS:
+                kind = _PULLED
+            elif kind == BATCH_DONE:
+                end = len(w.instance)
+                if arrived_s == now_s:  # a batch of no length ends after the arrival that began it, thus after the steps
+                    arrived_s, until_s = -np.inf, np.nextafter(now_s, np.inf)
         elif step_s <= now_s:
-            first, end = w.lane[lane].instance, w.lane[lane].instance + 1
-            until_s = np.nextafter(now_s, np.inf)
+            first, end, until_s = w.lane[lane].instance, w.lane[lane].instance + 1, np.nextafter(now_s, np.inf)
+        else:
+            kind, who = _ARRIVAL, arrived
+            arrived, arrived_s = arrived + 1, now_s
+        if kind == _PULLED and who >= 0:
+            first, end = w.request[who].decode_at, w.request[who].decode_at + 1
         for i in range(first, end):
             if w.instance[i].phase == DECODE and not _advance(w, lookup, i, until_s):
                 return _LEFT
         if now_s == np.inf:
-            break
+            return events
         events += 1
-        prefill = -1
-        if event_s <= now_s:
-            arrived_s = -np.inf
-            prefill = _take_event(w, lookup, now_s)
-        elif arrival_s < step_s:
-            prefill = _arrive(w, lookup, lone_s, row, arrived, now_s)
-            arrived, arrived_s = arrived + 1, now_s
-        if prefill >= 0:
-            _start_prefill(w, lookup, prefill, now_s)
+        _handle(w, lookup, lone_s, row, kind, who, now_s)
     return events
 
 
 @inlined
-def _concerned(w):
-    """Return the range of instances whose steps must be worked off before the first event (or the end, without one)."""
-    if w.scalar[0].events > 0 and w.event[0].kind == PULL_BEGINS:
-        d = w.request[w.event[0].who].decode_at
-        return d, d + 1
-    return 0, len(w.instance)
+def _next_event(w):
+    """Take the first event off the clock; return its kind and whom it concerns."""
+    kind, who = w.event[0].kind, w.event[0].who
+    drop_first(w.event, w.scalar[0].events)
+    w.scalar[0].events -= 1
+    return kind, who
+
+
+@inlined
+def _handle(w, lookup, lone_s, row, kind, who, now_s):
+    """Let happen what the steps did not hold up, and start the prefill batch that it may allow."""
+    if kind == _PULLED:
+        if who >= 0:
+            _pulled(w, lookup, who, now_s)
+        return
+    prefill = who if kind == STAGE_FREE else -1
+    if kind == BATCH_DONE:
+        prefill = _prefilled(w, lookup, who, now_s)
+    elif kind == _ARRIVAL:
+        prefill = _arrive(w, lookup, lone_s, row, who, now_s)
+    if prefill >= 0:
+        _start_prefill(w, lookup, prefill, now_s)
 
 
 @inlined
@@ -140,20 +177,6 @@ def _next_lane(w, first_lane, end_lane):
         if this.time_s < other.time_s or (this.time_s == other.time_s and this.serial < other.serial):
             best = lane
     return best
-
-
-@inlined
-def _take_event(w, lookup, now_s):
-    """Handle the first event; return the prefill instance that may start a batch now."""
-    kind, who = w.event[0].kind, w.event[0].who
-    drop_first(w.event, w.scalar[0].events)
-    w.scalar[0].events -= 1
-    if kind == BATCH_DONE:
-        return _prefilled(w, lookup, who, now_s)
-    if kind == PULL_BEGINS:
-        _pulled(w, lookup, who, now_s)
-        return -1
-    return who
 
 
 @inlined
