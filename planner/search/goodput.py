@@ -15,8 +15,9 @@ import numpy as np
 from scipy import stats
 
 from planner.search.layouts import Kind
-from planner.simulator.cluster import Run, System, simulate
+from planner.simulator.cluster import Run, System
 from planner.simulator.metrics import attained, margin
+from planner.simulator.phase import simulate
 from planner.specs.slo import Slo
 from planner.specs.workload import Requests, Workload
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from planner.compiled import compiled, inlined
 from planner.cost.base import CostModel
-from planner.cost.kernel import iteration_s
+from planner.cost.kernel import iteration_s, with_tables
 from planner.policies.routing import decode_load, pick_least, work_left_s
 from planner.simulator.clock import EVENT, drop_first
 from planner.simulator.in_loop import take_turn
@@ -392,7 +392,7 @@ def _world(system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: 
     link["bytes_per_s"] = system.link_bytes_per_s
     return World(
         instance=_instances(system, path),
-        law=_laws(instances),
+        law=with_tables([i.cost.parameters for i in instances]),
         stage=_stages(instances),
         lane=_lanes(stages),
         residue=np.zeros((lanes, instances[0].limits.block_tokens), np.int64),
@@ -429,14 +429,6 @@ def _instances(system: System, path: np.ndarray) -> np.ndarray:
         first_lane += stages
     reached = np.where(path["allowed"] > 0, rows["blocks"], 0).max(axis=1)
     rows["reach_blocks"] = np.where(rows["phase"] == PREFILL, reached, rows["blocks"])
-    return rows
-
-
-def _laws(instances: tuple[Instance, ...]) -> np.ndarray:
-    """Return the parameters of each instance's law, one row per instance, padded to the longest."""
-    rows = np.zeros((len(instances), max(len(i.cost.parameters) for i in instances)))
-    for row, instance in zip(rows, instances, strict=True):
-        row[: len(instance.cost.parameters)] = instance.cost.parameters
     return rows
 
 
