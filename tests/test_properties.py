@@ -303,10 +303,9 @@ def test_nobody_waits_longer_for_prefill_when_an_instance_is_added(seed):
 @given(seeds)
 @sometimes
 def test_goodput_never_rises_when_an_instance_is_taken_away(seed):
-    """Under equal luck, within the precision of the bisection (1 %). Unlike the above this is no law of each sample:
-    other instances form other batches and send requests elsewhere, so a few requests may fare better without one. Over
-    a short run that can carry the bisection past a rate that fails: of 120 such systems one gained 6 % over 60 s. Over
-    240 s none gained at all."""
+    """Under equal luck, within 5 %. Unlike the above this is no law of each sample: other instances form other batches
+    and send requests elsewhere, so a few requests may fare better without one, and that can carry the bisection past a
+    rate that fails. Of 600 such systems three gained more than the bisection's 1 %, at most 3.2 %."""
     r = Random(seed)
     workload, split, slos = chatty(r), r.random() < 0.6, some_slos(r)
     fewer, without = (r.randint(1, 3), r.randint(1, 3)), r.randint(0, 1)
@@ -316,4 +315,4 @@ def test_goodput_never_rises_when_an_instance_is_taken_away(seed):
         goodput_rps(Trial(workload, slos, 240.0, seed % 10), served_by(Random(kinds), counts, split), 5.0)
         for counts in (fewer, more)
     )
-    assert few_rps <= more_rps * 1.01
+    assert few_rps <= more_rps * 1.05
