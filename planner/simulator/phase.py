@@ -42,10 +42,19 @@ from planner.specs.slo import Slo
 from planner.specs.workload import Requests
 
 _LEFT = -1
+"""What `_run` returns when a decode instance would have to preempt."""
 _NOTHING, _PULLED, _ARRIVAL = 5, 6, 7  # beside the kinds of events in `instance.py`
-_MOST_LONE = 1 << 16
+_LONGEST_KNOWN = 1 << 16
+"""Up to so many tokens, the time of a prompt that runs by itself is kept."""
 
-LOOKUP = np.dtype([("prompt_blocks", "i4"), ("whole_blocks", "i4"), ("lone_s", "f8")])
+LOOKUP = np.dtype(
+    [
+        ("prompt_blocks", "i8"),
+        ("whole_blocks", "i8"),  # of prompt and output
+        ("lone_s", "f8"),  # how long the prompt takes by itself, all stages together
+    ]
+)
+"""What is worked out once per request, when it arrives."""
 
 
 def simulate(
@@ -65,7 +74,7 @@ def simulate_phases(
     world = _world(system, requests, slos, warmup_s, stop_when_missed)
     laws: dict[bytes, int] = {}
     row = np.array([laws.setdefault(one.cost.parameters.tobytes(), len(laws)) for one in system.instances])
-    lone_s = np.full((len(laws), min(int(requests.prompt_tokens.max(initial=0)), _MOST_LONE) + 1), np.nan)
+    lone_s = np.full((len(laws), min(int(requests.prompt_tokens.max(initial=0)), _LONGEST_KNOWN) + 1), np.nan)
     events = _run(world, np.zeros(len(requests), LOOKUP), lone_s, row)
     return None if events == _LEFT else cluster._result(system, world, requests, events)
 
@@ -111,9 +120,7 @@ def _run(w, lookup, lone_s, row):
                 kind = _PULLED
             elif kind == BATCH_DONE:
                 end = len(w.instance)
-                if (
-                    arrived_s == now_s
-                ):  # a batch of no length ends after the arrival that began it, thus after the steps
+                if arrived_s == now_s:  # a batch of no length: it began after the steps that end now
                     arrived_s, until_s = -np.inf, np.nextafter(now_s, np.inf)
         elif step_s <= now_s:
             first, end, until_s = w.lane[lane].instance, w.lane[lane].instance + 1, np.nextafter(now_s, np.inf)
@@ -189,6 +196,7 @@ def _wrapped(value, width):
 
 @inlined
 def _lone_s(w, lone_s, row, i, prompt):
+    """Return how long a prompt takes by itself on instance `i` [s]; `lone_s[row[i], prompt]` keeps it."""
     if prompt >= lone_s.shape[1]:
         return iteration_s(w.law[i], 1, prompt, float(prompt) * prompt, 0, 0)
     known_s = lone_s[row[i], prompt]
@@ -200,6 +208,7 @@ def _lone_s(w, lone_s, row, i, prompt):
 
 @inlined
 def _arrive(w, lookup, lone_s, row, r, now_s):
+    """Send a new request to the instance with the least work left; return it, or -1 where nobody can ever hold it."""
     it, mine = w.request[r], lookup[r]
     mine.prompt_blocks = blocks_of(w, it.prompt)
     mine.whole_blocks = blocks_of(w, it.prompt + it.output)
@@ -223,6 +232,7 @@ def _arrive(w, lookup, lone_s, row, r, now_s):
 
 @inlined
 def _slowest(w, i):
+    """Return the share of the slowest stage of instance `i`."""
     share = 0.0
     for s in range(w.instance[i].stages):
         share = max(share, w.stage[i, s].share)
@@ -231,6 +241,7 @@ def _slowest(w, i):
 
 @inlined
 def _start_prefill(w, lookup, i, now_s):
+    """Form a batch from the head of the queue and run it, unless the first stage is busy or blocks are short."""
     me, line = w.instance[i], w.queue[i]
     if now_s < w.stage[i, 0].free_s or line.size == 0:
         return
@@ -266,6 +277,7 @@ def _start_prefill(w, lookup, i, now_s):
 
 @inlined
 def _pass(w, i, now_s, whole_s, requests, tokens):
+    """Send an iteration through the stages of instance `i`; return when it starts, clears stage 0, and ends."""
     me = w.instance[i]
     start_s = max(now_s, w.stage[i, 0].free_s)
     handoff_s = me.handoff_s + me.handoff_s_per_token * tokens
@@ -285,6 +297,7 @@ def _pass(w, i, now_s, whole_s, requests, tokens):
 
 @inlined
 def _prefilled(w, lookup, first, now_s):
+    """Hand a prefill batch on, or see off who is done with one token; return the instance that is free now."""
     i = w.request[first].prefill_at
     r = first
     while r >= 0:
@@ -312,6 +325,7 @@ def _one_more(w, lookup, r):
 
 @inlined
 def _send_to_decode(w, lookup, r, i, now_s):
+    """Queue request `r` at the decode instance with the least of its KV blocks spoken for."""
     whole = lookup[r].whole_blocks
     for d in range(len(w.instance)):
         me = w.instance[d]
@@ -329,6 +343,7 @@ def _send_to_decode(w, lookup, r, i, now_s):
 
 @inlined
 def _admit_pulls(w, lookup, i, now_s):
+    """Let the requests that wait for decode instance `i` reserve blocks and begin to pull, in order."""
     me, line = w.instance[i], w.queue[i]
     while line.size > 0 and me.pulls < w.scalar[0].max_pulls:
         blocks = _one_more(w, lookup, line.head)
@@ -346,6 +361,7 @@ def _admit_pulls(w, lookup, i, now_s):
 
 @inlined
 def _pulled(w, lookup, r, now_s):
+    """The KV of request `r` has arrived: prefill lets go of its blocks, decode lets it join at the next step."""
     p, d = w.request[r].prefill_at, w.request[r].decode_at
     w.request[r].pull_end_s = now_s
     w.instance[d].pulls -= 1
@@ -360,6 +376,7 @@ def _pulled(w, lookup, r, now_s):
 
 @inlined
 def _end_step(w, lookup, i, lane, now_s):
+    """End the step of a lane and begin its next; return False when blocks are too few to grow."""
     me, mine = w.instance[i], w.lane[lane]
     mine.in_flight = 0
     mine.steps += 1
@@ -378,6 +395,7 @@ def _end_step(w, lookup, i, lane, now_s):
 
 @inlined
 def _finish_due(w, lookup, i, lane, now_s):
+    """See off the requests whose last token came with this step."""
     mine, day = w.lane[lane], w.lane[lane].steps & (w.due.shape[1] - 1)
     r = w.due[lane, day]
     w.due[lane, day] = -1
@@ -397,6 +415,7 @@ def _finish_due(w, lookup, i, lane, now_s):
 
 @inlined
 def _start_step(w, i, lane, now_s):
+    """Let waiting requests join, and send the lane's next iteration into the pipeline, if anybody is in it."""
     mine = w.lane[lane]
     joined, first_joined = w.queue[joining(w, lane)].size, w.queue[joining(w, lane)].head
     for _ in range(joined):
