@@ -47,9 +47,7 @@ def with_law(system: System, p: np.ndarray) -> System:
 
     def changed(one: Instance) -> Instance:
         cost = CostModel(one.cost.layout, p, one.cost.stage_share)
-        return dataclasses.replace(
-            one, cost=cost, limits=dataclasses.replace(one.limits, swap_bytes_per_s=float("inf"))
-        )
+        return Instance(one.phase, cost, dataclasses.replace(one.limits, swap_bytes_per_s=float("inf")))
 
     return dataclasses.replace(system, instances=tuple(changed(one) for one in system.instances))
 
