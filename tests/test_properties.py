@@ -35,11 +35,8 @@ def any_system(r: Random) -> System:
     system = random_system(r)
     if r.random() < 0.5 or any(one.phase == "aggregated" for one in system.instances):
         return system
-    roomy = tuple(
-        dataclasses.replace(one, limits=dataclasses.replace(one.limits, kv_blocks=10_000)) for one in system.instances
-    )
     pulls = LoopPulls(r.uniform(0, 0.02), share=r.choice([0.05, 0.3, 1.0]))
-    return dataclasses.replace(system, instances=roomy, loop_pulls=pulls)
+    return dataclasses.replace(system, loop_pulls=pulls)
 
 
 def with_law(system: System, p: np.ndarray) -> System:
@@ -151,7 +148,7 @@ def test_time_never_runs_backwards(seed):
         assert (np.diff(run.prefill_start_s[mine]) >= 0).all(), "a later arrival was prefilled first"
         if one.phase == "prefill":
             assert (np.diff(run.prefill_end_s[mine]) >= 0).all(), "a batch overtook another in the pipeline"
-        if system.loop_pulls is not None or one.phase != "decode":
+        if one.phase != "decode":
             continue
         mine = run.decode_at == i
         ready = np.argsort(run.prefill_end_s[mine], kind="stable")
