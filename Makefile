@@ -30,7 +30,7 @@ $(STAMPS)/dev: $(STAMPS)/base
 
 # the simulator is compiled on first use; doing it here keeps that out of the first plan
 $(STAMPS)/compiled: $(STAMPS)/base $(SOURCES)
-	@echo "compiling the simulator (once per version, about 15 s)" >&2
+	@echo "compiling the simulator (once per version, about 25 s)" >&2
 	@$(BIN)/python -m planner.simulator.warm
 	@touch $@
 
