@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
@@ -53,20 +54,21 @@ def fit_all(profile: Profile, model: ModelSpec, gpu: Gpu, tps: Iterable[int] | N
 
     Raises InputError when the profile says nothing of a degree, or only impossible things.
     """
-    asked = list(profile.tps if tps is None else tps)
-    sampled = {tp: [*profile.rows("prefill", tp), *profile.rows("decode", tp)] for tp in profile.tps}
-    at = _Physics(model, gpu)
-    fitter = None
     found = {}
-    for tp in asked:
-        if sampled.get(tp):
-            fitter = fitter or _Fitter(profile, at, {tp: rows for tp, rows in sampled.items() if rows})
-            found[tp] = fitter.cost(tp)
+    for tp in profile.tps if tps is None else tps:
+        if profile.rows("prefill", tp) or profile.rows("decode", tp):
+            found[tp] = _fitter(profile, model, gpu).cost(tp)
         elif coefficients := profile.coefficients_at(tp):
             found[tp] = _from_coefficients(profile, coefficients)
         else:
             raise InputError(transfer(profile, tp))
     return found
+
+
+@lru_cache(maxsize=16)  # a second or two of work, and a sweep over loads or clusters asks again and again
+def _fitter(profile: Profile, model: ModelSpec, gpu: Gpu) -> _Fitter:
+    sampled = {tp: [*profile.rows("prefill", tp), *profile.rows("decode", tp)] for tp in profile.tps}
+    return _Fitter(profile, _Physics(model, gpu), {tp: rows for tp, rows in sampled.items() if rows})
 
 
 def transfer(profile: Profile, tp: int) -> str:
