@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from math import isfinite, isnan, nan
+from itertools import pairwise
+from math import isfinite, isnan, nan, prod
 
 import numpy as np
 
 from planner import __version__
 from planner.cost.base import BatchShape, CostModel, TermError
-from planner.cost.kernel import FAMILIES, SIZE, iteration_s
+from planner.cost.kernel import FAMILIES, MEASURED, SIZE, iteration_s
 from planner.errors import InputError
 from planner.options import Option
 from planner.pipeline import Plan
@@ -20,6 +21,7 @@ from planner.simulator.metrics import Spread
 from planner.specs.base import Document, dump_yaml, validate
 from planner.specs.deployment import (
     MOST,
+    MOST_PARAMETERS,
     VERSION,
     Claim,
     CostSpec,
@@ -120,7 +122,26 @@ def _law_fault(parameters: tuple[float, ...]) -> str | None:
     name, length = FAMILIES[int(family)]
     if len(parameters) < length:
         return f"expected {length} numbers for the {name} family, got {len(parameters)}"
+    if family == MEASURED and (why := _table_fault(parameters)):
+        return why
     return f"expected nothing below 0 among the first {SIZE} numbers, got {least:g}" if least < 0 else None
+
+
+def _table_fault(parameters: tuple[float, ...]) -> str | None:
+    """Return what is wrong with a table law's lengths and axes, or None."""
+    lengths = parameters[3:9]
+    if any(n != int(n) or not 2 <= n <= MOST_PARAMETERS for n in lengths):
+        return f"expected whole numbers from 2 on as the lengths of tables and axes, got {lengths}"
+    curves, axes = sum(map(int, lengths[:2])), [int(n) for n in lengths[2:]]
+    if len(parameters) < (whole := SIZE + curves + sum(axes) + prod(axes)):
+        return f"expected {whole} numbers for tables of these lengths, got {len(parameters)}"
+    at = SIZE + curves
+    for length in axes:
+        axis = parameters[at : at + length]
+        if axis[0] != 0 or any(b <= a for a, b in pairwise(axis)):
+            return f"expected each axis to rise from 0, got {axis}"
+        at += length
+    return None
 
 
 def _time_s(parameters: tuple[float, ...], shape: BatchShape) -> float:

@@ -16,13 +16,13 @@ from random import Random
 import numpy as np
 
 from planner.cost.base import CostModel
-from planner.cost.kernel import FAMILY, LINEAR, ROOFLINE, SIZE, iteration_s
+from planner.cost.kernel import FAMILY, LINEAR, MEASURED, ROOFLINE, SIZE, iteration_s
 from planner.policies import decode, prefill, routing
 from planner.simulator.cluster import Instance, KvPath, Limits, System
 from planner.specs.layout import Layout, Phase
 from planner.specs.workload import Requests, make_requests
 
-admits = decode.admits.py_func
+admits, admits_whole = decode.admits.py_func, decode.admits_whole.py_func
 joins_batch, joins_padded_batch, chunk_tokens = (
     function.py_func for function in (prefill.joins_batch, prefill.joins_padded_batch, prefill.chunk_tokens)
 )
@@ -43,6 +43,8 @@ class Job:
     generated: int = 0
     prefilled: int = 0
     chunk: int = 0
+    decoding: bool = False
+    blocks: list[int] = field(default_factory=list)
     prefill_at: int = -1
     decode_at: int = -1
     prefill_start_s: float = nan
@@ -69,6 +71,8 @@ class Lane:
     """Who gets a token from the step in flight."""
     in_flight: bool = False
     penalty_s: float = 0.0
+    planned: list[tuple[float, list[Job]]] = field(default_factory=list)
+    """Steps under way where prompts come in chunks, oldest first: when each ends, and who is done then."""
 
 
 @dataclass(eq=False)
@@ -89,20 +93,32 @@ class Box:
     steps: int = 0
     preemptions: int = 0
     least_free_blocks: int = 0
+    free: list[int] = field(default_factory=list)
+    """Where prompts come in chunks: the free blocks in the order in which they are taken."""
+    content: dict[int, tuple[Job, int]] = field(default_factory=dict)
+    """Whose n-th block's tokens a block holds, as long as nobody else has taken it."""
 
     def __post_init__(self) -> None:
         stages = len(self.spec.cost.stage_share)
+        self.free = list(range(self.spec.limits.kv_blocks)) if self.chunked else []
         self.lanes = [Lane() for _ in range(stages)]
         self.stage_free_s = [0.0] * stages
         self.least_free_blocks = self.spec.limits.kv_blocks
 
     @property
+    def chunked(self) -> bool:
+        return self.spec.phase == "aggregated" and self.spec.max_padding is None
+
+    @property
     def free_blocks(self) -> int:
+        if self.chunked:
+            return len(self.free)
         return self.spec.limits.kv_blocks - sum(self.held.values())
 
     @property
     def members(self) -> int:
         lanes = sum(len(lane.joining) + len(lane.running) + len(lane.chunking) for lane in self.lanes)
+        lanes += sum(len(done) for lane in self.lanes for _, done in lane.planned)
         return lanes + len(self.swapped) + len(self.pulling)
 
     def blocks(self, tokens: int) -> int:
@@ -112,6 +128,36 @@ class Box:
         self.held[job] = blocks
         assert self.free_blocks >= 0
         self.least_free_blocks = min(self.least_free_blocks, self.free_blocks)
+
+    def allocate(self, job: Job, tokens: int) -> bool:
+        """Take blocks off the line of free ones until `job` has room for `tokens`; False when they do not last."""
+        missing = self.blocks(tokens) - len(job.blocks)
+        if missing > len(self.free):
+            return False
+        for _ in range(missing):
+            block = self.free.pop(0)
+            self.content.pop(block, None)
+            job.blocks.append(block)
+        self.least_free_blocks = min(self.least_free_blocks, len(self.free))
+        return True
+
+    def release(self, job: Job, computed: int) -> None:
+        """Append the blocks of `job` to the line of free ones, last one first; full ones keep what they hold."""
+        for n in reversed(range(len(job.blocks))):
+            self.free.append(job.blocks[n])
+            if n < computed // self.block_tokens:
+                self.content[job.blocks[n]] = (job, n)
+        job.blocks = []
+
+    def reuse(self, job: Job) -> None:
+        """Give a job the first blocks of its own that nobody has taken since; its last token always runs anew."""
+        held = {n: block for block, (owner, n) in self.content.items() if owner is job}
+        while len(job.blocks) in held and (len(job.blocks) + 1) * self.block_tokens < job.context:
+            job.blocks.append(held[len(job.blocks)])
+            self.free.remove(job.blocks[-1])
+        self.content = {block: owned for block, owned in self.content.items() if owned[0] is not job}
+        job.prefilled = len(job.blocks) * self.block_tokens
+        self.least_free_blocks = min(self.least_free_blocks, len(self.free))
 
     def law_s(self, prefills: int, tokens: int, attended: float, decodes: int, context: int) -> float:
         """Time of one iteration of the whole model [s]; the linear law by hand, any other by its own function."""
@@ -240,7 +286,7 @@ class Reference:
             allowed.append(float(self._fits(box, job)))
             busy_until_s = box.stage_free_s[0]
             if box.spec.phase == "aggregated":
-                running = [job for lane in box.lanes for job in lane.running]
+                running = [job for lane in box.lanes for job in lane.running if job.decoding or not box.chunked]
                 context = sum(job.context for job in running)
                 busy_until_s = now_s + box.law_s(0, 0, 0.0, len(running), context)
             scores.append(work_left_s(now_s, busy_until_s, box.queued_s()))
@@ -370,8 +416,13 @@ class Reference:
 
     def _start_idle_lanes(self, box: Box, now_s: float) -> None:
         for lane in box.lanes:
-            if box.queue:
+            if not box.queue:
+                return
+            if not box.chunked:
                 self._start_step(box, lane, now_s)
+            elif not lane.planned:
+                self._plan(box, lane, now_s)
+                self._await(box, lane)
 
     def _start_step(self, box: Box, lane: Lane, now_s: float) -> None:
         if lane.in_flight:
@@ -385,8 +436,6 @@ class Reference:
         chunks: list[tuple[int, int]] = []
         if prompts_first:
             chunks = self._take_prompts(box, lane, now_s)
-        elif box.spec.phase == "aggregated":
-            chunks = self._take_chunks(box, lane, now_s)
         if not lane.running and not chunks:
             return
         lane.decoding = [] if prompts_first and chunks else list(lane.running)
@@ -425,20 +474,6 @@ class Reference:
             job.chunk = job.context
         return [(max((job.context for job in batch), default=0), 0)] * len(batch)
 
-    def _take_chunks(self, box: Box, lane: Lane, now_s: float) -> list[tuple[int, int]]:
-        chunks: list[tuple[int, int]] = []
-        left = box.spec.limits.max_tokens - len(lane.running)
-        at = 0
-        while left > 0:
-            if at == len(lane.chunking) and not self._admit_prompt(box, lane, now_s):
-                break
-            job = lane.chunking[at]
-            job.chunk = chunk_tokens(left, job.context - job.prefilled)
-            chunks.append((job.chunk, job.prefilled))
-            left -= job.chunk
-            at += 1
-        return chunks
-
     def _admit_prompt(self, box: Box, lane: Lane, now_s: float) -> bool:
         limits = box.spec.limits
         in_lane = len(lane.running) + len(lane.chunking)
@@ -455,6 +490,9 @@ class Reference:
         return True
 
     def _step_done(self, box: Box, lane: Lane, now_s: float) -> None:
+        if box.chunked:
+            self._mixed_step_done(box, lane, now_s)
+            return
         lane.in_flight = False
         for job in lane.decoding:
             job.generated += 1
@@ -507,6 +545,90 @@ class Reference:
                 del box.held[job]
                 job.finish_s = now_s
 
+    # ---- mixed steps of an aggregated instance, planned one request after the other as the engine does
+
+    def _mixed_step_done(self, box: Box, lane: Lane, now_s: float) -> None:
+        _, done = lane.planned.pop(0)
+        for job in done:
+            box.release(job, 0)
+        self._plan(box, lane, now_s)
+        self._await(box, lane)
+        if len(box.lanes) > 1:
+            self._start_idle_lanes(box, now_s)
+
+    def _await(self, box: Box, lane: Lane) -> None:
+        if lane.planned:
+            self.step_ends.append((lane.planned[0][0], self.serial, box, lane))
+            self.serial += 1
+
+    def _plan(self, box: Box, lane: Lane, now_s: float) -> None:
+        depth = 2 if box.spec.limits.plans_ahead and len(box.lanes) == 1 else 1
+        while len(lane.planned) < depth:
+            chunks, decodes = self._choose(box, lane, max(now_s, box.stage_free_s[0]))
+            if not chunks and not decodes:
+                return
+            prefills = [(new, job.prefilled) for job, new in chunks.items()]
+            end_s = box.iterate(now_s, 0.0, prefills, decodes)[-1]
+            lane.planned.append((end_s, self._outcome(lane, chunks, decodes, end_s)))
+
+    def _choose(self, box: Box, lane: Lane, start_s: float) -> tuple[dict[Job, int], list[Job]]:
+        """Return who prefills how many tokens and who decodes in the next step."""
+        chunks: dict[Job, int] = {}
+        decodes: list[Job] = []
+        left, preempted = box.spec.limits.max_tokens, False
+        for job in list(lane.running):
+            new = 1 if job.decoding else chunk_tokens(left, job.context - job.prefilled)
+            if new <= 0 or job not in lane.running:
+                continue
+            while job in lane.running and not box.allocate(job, (job.context if job.decoding else job.prefilled + new)):
+                self._preempt(box, lane.running.pop())
+                preempted = True
+            if job in lane.running:
+                left -= new
+                if job.decoding:
+                    decodes.append(job)
+                else:
+                    chunks[job] = new
+        while left > 0 and not preempted and self._may_start(box, lane):
+            job = box.queue.pop(0)
+            lane.running.append(job)
+            box.reuse(job)
+            if np.isnan(job.prefill_start_s):
+                job.prefill_start_s = start_s
+            chunks[job] = chunk_tokens(left, job.context - job.prefilled)
+            assert box.allocate(job, job.prefilled + chunks[job])
+            left -= chunks[job]
+        return chunks, decodes
+
+    def _may_start(self, box: Box, lane: Lane) -> bool:
+        limits = box.spec.limits
+        if not box.queue or len(lane.running) * len(box.lanes) >= limits.max_batch:
+            return False
+        return admits_whole(len(box.free), box.blocks(box.queue[0].context), box.members, limits.max_batch)
+
+    def _preempt(self, box: Box, job: Job) -> None:
+        box.release(job, job.context - 1 if job.decoding else job.prefilled)
+        job.decoding, job.prefilled = False, 0
+        box.preemptions += 1
+        box.queue.insert(0, job)
+
+    def _outcome(self, lane: Lane, chunks: dict[Job, int], decodes: list[Job], end_s: float) -> list[Job]:
+        """Give each request what the step brings it; return who is done."""
+        for job, new in chunks.items():
+            job.prefilled += new
+        ready = [job for job in chunks if job.prefilled == job.context]
+        for job in ready:
+            job.decoding = True
+            if job.generated == 0:
+                job.prefill_end_s = job.first_step_s = end_s
+        for job in decodes + ready:
+            job.generated += 1
+        done = [job for job in decodes + ready if job.generated == job.output]
+        for job in done:
+            lane.running.remove(job)
+            job.finish_s = end_s
+        return done
+
 
 # ---- small random clusters, made so that everything happens: queues, back-pressure, preemption, shared links
 
@@ -538,8 +660,9 @@ def _random_instance(r: Random, phase: Phase, block_tokens: int) -> Instance:
     longest = ceil((LONGEST_PROMPT + LONGEST_OUTPUT) / block_tokens)
     blocks = r.randint(max(longest - 3, 1), 2 * longest + 4) if r.random() < 0.7 else 50 * longest
     limits = Limits(
-        r.choice([1, 2, 3, 8, 64]), r.choice([4, 16, 40, 120]), blocks, block_tokens, r.choice([1e3, 1e6, 1e9])
-    )
+        r.choice([1, 2, 3, 8, 64]), r.choice([4, 16, 40, 120]), blocks, block_tokens, r.choice([1e3, 1e6, 1e9]),
+        plans_ahead=r.random() < 0.7,
+    )  # fmt: skip
     max_padding = r.choice([None, None, 5, 100]) if phase == "aggregated" else None
     return Instance(phase, random_cost(r, r.randint(1, 3)), limits, max_padding)
 
@@ -561,6 +684,11 @@ def _random_law(r: Random) -> np.ndarray:
     if r.random() < 0.2:
         p[FAMILY] = ROOFLINE
         p[3:16] = 3.0, 1e-4, 1e-7, 1e-4, 5e-3, 5e-3, 0.2, 1e-5, 1e-4, 1e-5, 2e-3, 30.0, 0.3
+    elif r.random() < 0.15:
+        p[FAMILY] = MEASURED
+        p[1:11] = 1e-3, 5e-4, 3, 3, 2, 2, 2, 2, 0, 0
+        curves, axes, grid = np.linspace(5e-3, 6e-3, 3), [0.0, 10.0] * 4, [r.uniform(0, 5e-3) for _ in range(16)]
+        p = np.concatenate([p, curves, curves, axes, grid])
     return p
 
 

@@ -866,7 +866,7 @@ DEPLOYMENTS = [
     Case(
         "an unknown law",
         spoiled(DEPLOYMENT, "parameters: [0,", "parameters: §[7,"),
-        ["expected the number of a family first, 0 (linear), 1 (roofline), 2 (hybrid), got 7"],
+        ["expected the number of a family first, 0 (linear), 1 (roofline), 2 (hybrid), 3 (table), got 7"],
         SIMULATE,
     ),
     Case(

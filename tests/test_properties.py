@@ -84,7 +84,9 @@ def test_every_token_is_computed_once(seed):
     tokens += np.where(whole, per_instance(system, run.prefill_at, answers), 0)
     again = done - tokens
     assert (again[~whole | (run.preemptions == 0)] == 0).all()
-    assert (again >= np.where(whole, run.preemptions, 0)).all()
+    # with chunks a request that comes back finds its KV where it left it, if nobody has taken the blocks
+    anew = np.array([one.max_padding is not None for one in system.instances])
+    assert (again >= np.where(anew, run.preemptions, 0)).all()
 
 
 @given(seeds)

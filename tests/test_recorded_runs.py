@@ -104,9 +104,13 @@ def test_the_colocated_run_at_two_requests_a_second_was_recorded_on_a_slower_mac
     assert off_by(run, [play(slower, run.requests, Front())]) == pytest.approx([0.0, 0.0], abs=6.0)
 
 
-@pytest.mark.parametrize(("card", "most"), [("RTX4090", 0.1), ("RTXPRO6000", 0.2)])
-def test_an_aggregated_instance_is_close_below_vllm_on_latencies_without_host_time(card: str, most: float):
-    """The layer tables hold no host work, so the simulated mean latency is too short, but not by much."""
-    requests, real = vllm.recorded(card)
-    simulated = vllm.replayed(card, requests)
-    assert 1 - most < np.mean(simulated.latency_s) / np.mean(real.latency_s) < 1
+def test_vllm_runs_come_out_of_layer_tables_and_one_number_fitted_on_one_of_them():
+    """What has been reached: the run that was fitted within a percent, and the one held out within three."""
+    unmeasured = vllm.fitted()
+    assert unmeasured.prefill_s == pytest.approx(5.25e-3, abs=0.5e-3)
+    for card, most in ((vllm.FITTED_ON, 0.012), ("RTX4090", 0.03)):
+        for line in vllm.lines(card, unmeasured):
+            if (line.time, line.statistic) in vllm.TARGETS:
+                assert abs(line.off) < most, line
+    held_out = {(line.time, line.statistic): line.off for line in vllm.lines("RTX4090", unmeasured)}
+    assert abs(held_out["tpot", "mean"]) < 0.012

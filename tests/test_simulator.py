@@ -42,10 +42,10 @@ def law(prefill: Sequence[float] = (0, 0, 0), decode: Sequence[float] = (0, 0, 0
 def instance(
     phase: Phase, p: np.ndarray, *, shares: tuple[float, ...] = (1.0,), max_batch: int = 1000,
     max_tokens: int = 1 << 20, blocks: int = ROOMY, block_tokens: int = 16, handoff_s: float = 0.0,
-    swap_bytes_per_s: float = 25e9,
+    swap_bytes_per_s: float = 25e9, plans_ahead: bool = True,
 ) -> Instance:  # fmt: skip
     cost = CostModel(Layout(1, len(shares)), p, shares, handoff_s)
-    return Instance(phase, cost, Limits(max_batch, max_tokens, blocks, block_tokens, swap_bytes_per_s))
+    return Instance(phase, cost, Limits(max_batch, max_tokens, blocks, block_tokens, swap_bytes_per_s, plans_ahead))
 
 
 def load(arrival_s: Sequence[float], prompt: Sequence[int] | int = 10, output: Sequence[int] | int = 1) -> Requests:
@@ -216,10 +216,46 @@ def test_one_request_alone_on_an_aggregated_instance_is_cut_into_chunks():
 def test_decoding_requests_ride_along_with_a_chunk():
     """The second prompt's chunk shares its step with the first request's token: 10 ms + (99 + 1) x 0.1 ms, plus the KV
     reads of context 11, in a step that began when the first one's chunk (10 ms + 10 x 0.1 ms) ended."""
-    one = instance("aggregated", law((0.01, 1e-4, 0), (0.005, 0, 1e-5)), max_tokens=100)
+    one = instance("aggregated", law((0.01, 1e-4, 0), (0.005, 0, 1e-5)), max_tokens=100, plans_ahead=False)
     run = simulate(System((one,), 1.0), load([0.0, 0.001], [10, 99], [2, 1]), ANY)
     assert run.first_token_s[0] == pytest.approx(0.011)
     assert run.finish_s.tolist() == pytest.approx([0.011 + 0.02 + 11e-5] * 2)
+
+
+def test_who_arrives_while_a_step_runs_is_in_the_step_after_the_next():
+    """An engine that plans ahead has planned the first request's second token (5 ms + 11 x 0.01 ms) when the second
+    request arrives: that one's prompt, 10 ms + 99 x 0.1 ms, runs in the step behind it."""
+    one = instance("aggregated", law((0.01, 1e-4, 0), (0.005, 0, 1e-5)), max_tokens=100)
+    run = simulate(System((one,), 1.0), load([0.0, 0.001], [10, 99], [2, 1]), ANY)
+    assert run.finish_s.tolist() == pytest.approx([0.01611, 0.01611 + 0.0199])
+
+
+def test_a_preempted_request_computes_anew_only_what_others_have_taken():
+    """Blocks of one token, 12 of them; steps of 10 ms + 1 ms per token in those with a prompt; prompts of 4.
+
+    0 .. 14     the older one's prompt (4 blocks)
+    14 .. 29    the newer one's prompt (4) beside the older one's second token (5)
+    29 .. 39    both (6 + 5 blocks)
+    39 .. 49    they need 7 + 6 = 13: the newer one leaves, the older one has the last block that was free
+    49 .. 59    the older one's fifth and last token: its block is the one given up first of the newer one's 5
+    59 .. 71    4 of the newer one's 6 tokens are still there: the other 2 bring its third token
+    71 .. 81    its fourth and last
+    """
+    one = instance("aggregated", law((0.01, 1e-3, 0), (0.01, 0, 0)), blocks=12, block_tokens=1, plans_ahead=False)
+    run = simulate(System((one,), 1.0), load([0.0, 0.0], 4, [5, 4]), ANY)
+    assert run.preemptions.tolist() == [1]
+    assert run.finish_s.tolist() == pytest.approx([0.059, 0.081])
+
+
+def test_a_prompt_waits_until_all_of_it_fits():
+    """Ten blocks of one token, steps of 10 ms for 4 tokens at most. The first prompt (4) and its tokens hold 4, 5 and 6
+    blocks. The second one (6) is not let in with a first chunk beside it, though that would fit: it starts at 30 ms."""
+    one = instance(
+        "aggregated", law((0.01, 0, 0), (0.01, 0, 0)), blocks=10, block_tokens=1, max_tokens=4, plans_ahead=False
+    )
+    run = simulate(System((one,), 1.0), load([0.0, 0.0], [4, 7], [3, 1]), ANY)
+    assert run.prefill_start_s.tolist() == pytest.approx([0.0, 0.03])
+    assert run.finish_s.tolist() == pytest.approx([0.03, 0.05])
 
 
 def test_a_swap_costs_the_time_of_its_blocks_both_ways():
@@ -463,11 +499,13 @@ def test_overload_ends_with_everybody_served():
 
 
 def test_idle_lanes_take_over_when_another_lane_lets_go_of_blocks():
-    """Two lanes, room for one long prompt or several short ones. While the long one runs in lane 0, four short ones
-    wait; when it ends both lanes must take of them, two each by the token budget: all four have their token two
+    """Two lanes of two seats and four blocks of 5 tokens: one long prompt, or four short ones. While the long one runs
+    in lane 0, four short ones wait; when it ends both lanes must take of them, two each: all four have their token two
     (overlapping) steps later, not four."""
-    one = instance("aggregated", law((0.1, 0, 0), (0.1, 0, 0)), shares=(0.5, 0.5), blocks=7, max_tokens=20)
-    run = simulate(System((one,), 1.0), load([0.0] + [0.01] * 4, [100, 10, 10, 10, 10], [2, 2, 2, 2, 2]), ANY)
+    one = instance(
+        "aggregated", law((0.1, 0, 0), (0.1, 0, 0)), shares=(0.5, 0.5), blocks=4, block_tokens=5, max_batch=4
+    )
+    run = simulate(System((one,), 1.0), load([0.0] + [0.01] * 4, [18, 5, 5, 5, 5], [2, 1, 1, 1, 1]), ANY)
     first_s = np.sort(run.first_token_s[1:] - run.finish_s[0])
     assert first_s == pytest.approx([0.1, 0.1, 0.15, 0.15])
 

@@ -21,10 +21,11 @@ import numpy as np
 from planner.compiled import compiled, inlined
 
 FAMILY = 0
-LINEAR, ROOFLINE, HYBRID = 0, 1, 2
+LINEAR, ROOFLINE, HYBRID, MEASURED = 0, 1, 2, 3
 
 # LINEAR: p[1:4] prefill a, b, c; p[4:7] decode a, b, c below the threshold; p[7:10] from it on; p[10]
 # threshold. ROOFLINE: see `_roofline_s`. HYBRID: a roofline, then two grids of residuals, see `_residual`.
+# MEASURED: tables of a step's parts, see `_measured_s`.
 SIZE = 20
 """Numbers of a law before its grids."""
 SLOWER = 17, 18
@@ -33,8 +34,14 @@ LONG, SHORT = 14, 10
 """Nodes of a residual grid: 2^4 to 2^17 tokens, 2^0 to 2^9 requests."""
 FIRST_LONG = 4
 GRID = LONG * SHORT
-FAMILIES = {LINEAR: ("linear", SIZE), ROOFLINE: ("roofline", SIZE), HYBRID: ("hybrid", SIZE + 2 * GRID)}
-"""Name and least length of a vector, by family. More numbers may follow, up to `TABLE`; they are not read."""
+FAMILIES = {
+    LINEAR: ("linear", SIZE),
+    ROOFLINE: ("roofline", SIZE),
+    HYBRID: ("hybrid", SIZE + 2 * GRID),
+    MEASURED: ("table", SIZE),
+}
+"""Name and least length of a vector, by family. More numbers may follow, up to `TABLE`; they are not read
+(MEASURED: its tables, of any length)."""
 SHARPNESS = 3
 TABLE = SIZE + 2 * GRID
 """Where a simulator's row has its table of soft maxima (see `with_tables`)."""
@@ -99,10 +106,14 @@ def with_tables(laws: Sequence[np.ndarray]) -> np.ndarray:
     The table holds the soft maximum of 1 and a ratio, values and slopes at 513 nodes. Off by less than 1e-10 of the
     whole for sharpnesses from 2 on, which are those that a fit may find.
     """
-    found = np.zeros((len(laws), TABLE + 2 * (_NODES + 2)))
+    end = TABLE + 2 * (_NODES + 2)
+    found = np.zeros((len(laws), max(end, *(len(p) for p in laws if p[FAMILY] == MEASURED), 0)))
     for row, p in zip(found, laws, strict=True):
-        row[: min(len(p), TABLE)] = p[:TABLE]
-        row[TABLE:] = _table(2.0 if p[FAMILY] == LINEAR else float(p[SHARPNESS]))
+        if p[FAMILY] == MEASURED:
+            row[: len(p)] = p
+        else:
+            row[: min(len(p), TABLE)] = p[:TABLE]
+            row[TABLE:end] = _table(2.0 if p[FAMILY] == LINEAR else float(p[SHARPNESS]))
     return found
 
 
@@ -181,11 +192,82 @@ def _hybrid_s(p, prefills, tokens, attended, decodes, context):
 
 
 @inlined
+def _at(p, start, count, value):
+    """Return the curve p[start:start + count] of 0, 1, 2 ... at `value`; beyond its end as steep as its last half."""
+    last = count - 1
+    if value >= last:
+        return p[start + last] + (p[start + last] - p[start + last // 2]) / (last - last // 2) * (value - last)
+    below = int(value)
+    return p[start + below] + (p[start + below + 1] - p[start + below]) * (value - below)
+
+
+@inlined
+def _between(p, start, count, value):
+    """Return the interval of an axis that holds `value` (beyond its end the last) and the share of the way in it."""
+    i = 0
+    while i < count - 2 and p[start + i + 1] <= value:
+        i += 1
+    return i, (value - p[start + i]) / (p[start + i + 1] - p[start + i])
+
+
+@inlined
+def _attention_s(p, chunk, cached, decodes, context):
+    """Return attention's time [s]: one chunk behind `cached` tokens, beside requests of `context` tokens each."""
+    chunks, behind, batches, contexts = int(p[5]), int(p[6]), int(p[7]), int(p[8])
+    axis = SIZE + int(p[3]) + int(p[4])
+    grid = axis + chunks + behind + batches + contexts
+    i, x = _between(p, axis, chunks, chunk)
+    j, y = _between(p, axis + chunks, behind, cached)
+    m, u = _between(p, axis + chunks + behind, batches, decodes)
+    n, v = _between(p, axis + chunks + behind + batches, contexts, context)
+    time_s = 0.0
+    for a in range(2):
+        of_chunk = x if a == 1 else 1.0 - x
+        for b in range(2):
+            of_prompt = of_chunk * (y if b == 1 else 1.0 - y)
+            for c in range(2):
+                weight = of_prompt * (u if c == 1 else 1.0 - u)
+                if weight != 0.0:
+                    at = grid + (((i + a) * behind + j + b) * batches + m + c) * contexts + n
+                    time_s += weight * (p[at] * (1.0 - v) + p[at + 1] * v)
+    return max(time_s, 0.0)
+
+
+@inlined
+def _measured_s(p, prefills, tokens, attended, decodes, context):
+    """Measured tables of a step's parts, each interpolated straight  [s].
+
+    p[1] time of a step with prefill that is in no table    p[2] of a decode-only step
+    p[3] D, p[4] S, p[5:9] lengths of the axes; behind p[SIZE]:
+    D times of all that works token by token, at 0, 1 ... D - 1 tokens of the step
+    S times of what is done once per request (projection to the vocabulary, sampling), at 0 ... S - 1 requests
+    four axes: tokens of a chunk, cached tokens before it, decoding requests, KV tokens of each
+    attention of all layers on the grid of these four, the last one fastest
+
+    Of several chunks the first is read beside the decoding requests and the others by themselves, each with an equal
+    share of the tokens and of `attended`.
+    """
+    start = SIZE + int(p[3])
+    rest_s = _at(p, SIZE, int(p[3]), tokens + decodes) + _at(p, start, int(p[4]), prefills + decodes)
+    each = context / decodes if decodes > 0 else 0.0
+    if tokens <= 0:
+        return p[2] + rest_s + _attention_s(p, 0.0, 0.0, decodes, each)
+    chunk = tokens / prefills
+    cached = max(0.0, 0.5 * (attended / tokens - chunk))
+    attention_s = _attention_s(p, chunk, cached, decodes, each)
+    if prefills > 1:
+        attention_s += (prefills - 1) * _attention_s(p, chunk, cached, 0.0, 0.0)
+    return p[1] + rest_s + attention_s
+
+
+@inlined
 def _law_s(p, prefills, tokens, attended, decodes, context):
     if p[FAMILY] == LINEAR:
         return _linear_s(p, tokens, attended, decodes, context)
     if p[FAMILY] == HYBRID:
         return _hybrid_s(p, prefills, tokens, attended, decodes, context)
+    if p[FAMILY] == MEASURED:
+        return _measured_s(p, prefills, tokens, attended, decodes, context)
     return _roofline_s(p, prefills, tokens, attended, decodes, context)
 
 

@@ -181,6 +181,8 @@ def _if_legal(
         return
     swap = gpu.host_bytes_per_s * EFFICIENCY["pcie"][0] * layout.gpus
     batch = engine.max_prefill_batch if phase == "prefill" else engine.max_batch
+    if phase == "aggregated":
+        batch = min(batch, max_tokens)  # each running request needs a token of the step's budget; vLLM insists
     yield Kind(phase, layout, gpu.name, cost, Limits(batch, max_tokens, verdict, engine.block_tokens, swap))  # type: ignore[arg-type]
 
 

@@ -3,7 +3,7 @@
 This is the judge of every claim. Its mechanisms are the engine's own (`policies/`), so what it assumes can be read
 there: prefill forms batches first come first served; a finished prefill keeps its blocks until the decode side, which
 reserves blocks first, has pulled them; transfers share links max-min fairly; decode runs continuous batching and, when
-its blocks run short, swaps out the newest request (an aggregated instance recomputes it instead).
+its blocks run short, swaps out the newest request (an aggregated instance recomputes it instead: `chunked.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from planner.compiled import compiled, inlined
 from planner.cost.base import CostModel
 from planner.cost.kernel import iteration_s, with_tables
 from planner.policies.routing import decode_load, pick_least, work_left_s
+from planner.simulator.chunked import go_on, start_lane
 from planner.simulator.clock import EVENT, drop_first
 from planner.simulator.in_loop import take_turn
 from planner.simulator.instance import (
@@ -69,6 +70,8 @@ class Limits:
     block_tokens: int = 16
     swap_bytes_per_s: float = 25e9
     """Between this instance's GPUs and host memory, all ranks together."""
+    plans_ahead: bool = True
+    """An aggregated instance of one stage plans a step while another one runs (vLLM's asynchronous scheduling)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +232,11 @@ def _step_done(w, lane, now_s, horizon_s):
     # the end of a step elsewhere concerns this lane only through shared stages, or by letting a waiting pull begin
     if w.scalar[0].steps > 0 and (w.instance[i].stages > 1 or w.scalar[0].waiting_pulls > 0):
         horizon_s = min(horizon_s, w.step[0].time_s)
+    if w.instance[i].phase == AGGREGATED and w.instance[i].prompts_first == 0:
+        go_on(w, lane, now_s, horizon_s)
+        if w.instance[i].stages > 1:  # blocks that this lane let go of may be what an idle one waited for
+            _start_lanes(w, i, now_s)
+        return
     takes_turns = w.scalar[0].pulls_in_loop != 0 and w.instance[i].stages > 1
     now_s = now_s if takes_turns else coast(w, lane, now_s, horizon_s)
     if now_s >= 0.0:
@@ -301,7 +309,10 @@ def _start_lanes(w, i, now_s):
     me = w.instance[i]
     for lane in range(me.first_lane, me.first_lane + me.stages):
         if w.queue[i].size > 0:
-            start_step(w, lane, now_s)
+            if me.prompts_first != 0:
+                start_step(w, lane, now_s)
+            else:
+                start_lane(w, lane, now_s)
 
 
 @inlined
@@ -425,6 +436,7 @@ def _instances(system: System, path: np.ndarray) -> np.ndarray:
         row["prompts_first"], row["max_padding"] = instance.max_padding is not None, instance.max_padding or 0
         row["swap_s_per_block"] = block_bytes / limits.swap_bytes_per_s
         row["entry"] = float(instance.phase != "decode")
+        row["depth"] = 2 if limits.plans_ahead and stages == 1 else 1
         row["free_blocks"] = row["least_free_blocks"] = limits.kv_blocks
         first_lane += stages
     reached = np.where(path["allowed"] > 0, rows["blocks"], 0).max(axis=1)

@@ -1,4 +1,4 @@
-"""What one instance does: prefill batches, decode and mixed steps, KV blocks, preemption.
+"""What one instance does: prefill batches, decode steps, KV blocks, preemption. Mixed steps are in `chunked.py`.
 
 An iteration passes the pipeline stages one after the other, and each stage works on one iteration at a time. Since
 nothing overtakes inside a pipeline, its whole passage is known when it enters (a tandem queue).
@@ -9,7 +9,7 @@ from __future__ import annotations
 from planner.compiled import inlined
 from planner.cost.kernel import iteration_s
 from planner.policies.decode import admits, blocks_for
-from planner.policies.prefill import chunk_tokens, joins_batch, joins_padded_batch
+from planner.policies.prefill import joins_batch, joins_padded_batch
 from planner.simulator.clock import add_event
 from planner.simulator.network import begin_flow, settle
 from planner.simulator.queues import pop, push, push_front
@@ -33,7 +33,7 @@ def joining(w, lane):
 
 
 @inlined
-def _chunking(w, lane):
+def chunking(w, lane):
     return 2 * len(w.instance) + len(w.lane) + lane
 
 
@@ -46,7 +46,7 @@ def schedule(w, time_s, kind, who):
 
 
 @inlined
-def _schedule_step(w, time_s, lane):
+def schedule_step(w, time_s, lane):
     """Add the end of a lane's step. Steps have a heap of their own because they rarely concern anybody else."""
     add_event(w.step, w.scalar[0].steps, w.scalar[0].serial, time_s, 0, lane)
     w.scalar[0].steps += 1
@@ -56,7 +56,7 @@ def _schedule_step(w, time_s, lane):
 @inlined
 def accepted(w, i):
     """A decode loop's own: requests that were pulled and wait for a batch (such an instance chunks nothing)."""
-    return _chunking(w, w.instance[i].first_lane)
+    return chunking(w, w.instance[i].first_lane)
 
 
 # ---- blocks and stages
@@ -86,14 +86,14 @@ def alone_s(w, i, prompt):
 
 
 @inlined
-def _leave_queue(w, i, prompt):
+def leave_queue(w, i, prompt):
     """Take a prompt that was popped off the work that waits: exactly none is left with the last, or ties break."""
     left_s = w.instance[i].queued_s - alone_s(w, i, prompt)
     w.instance[i].queued_s = left_s if w.queue[i].size > 0 else 0.0
 
 
 @inlined
-def _pass_pipeline(w, i, now_s, extra_s, prefills, tokens, attended, decodes, context):
+def pass_pipeline(w, i, now_s, extra_s, prefills, tokens, attended, decodes, context):
     """Send one iteration through the stages of instance `i`; return when it starts, clears stage 0, and ends."""
     me = w.instance[i]
     whole_s = iteration_s(w.law[i], prefills, tokens, attended, decodes, context) + extra_s
@@ -131,7 +131,7 @@ def start_prefill(w, i, now_s):
             break
         r = pop(w, i)
         take_blocks(w, i, blocks)
-        _leave_queue(w, i, prompt)
+        leave_queue(w, i, prompt)
         w.request[r].after = -1
         if first < 0:
             first = r
@@ -140,7 +140,7 @@ def start_prefill(w, i, now_s):
         last = r
         count, tokens, attended = count + 1, tokens + prompt, attended + float(prompt) * prompt
     if count > 0:
-        start_s, first_end_s, end_s = _pass_pipeline(w, i, now_s, 0.0, count, tokens, attended, 0, 0)
+        start_s, first_end_s, end_s = pass_pipeline(w, i, now_s, 0.0, count, tokens, attended, 0, 0)
         r = first
         while r >= 0:
             w.request[r].prefill_start_s = start_s
@@ -215,7 +215,7 @@ def enter_lane(w, lane, r, context):
 
 
 @inlined
-def _leave_lane(w, lane, r):
+def leave_lane(w, lane, r):
     """Remove a decoding request and return the KV tokens that it held."""
     it, mine = w.request[r], w.lane[lane]
     it.generated = it.output - (it.last_step - mine.steps)
@@ -260,12 +260,10 @@ def start_step(w, lane, now_s):
     if w.instance[i].prompts_first != 0:
         prefills, tokens, attended = _take_prompts(w, i, lane, now_s)
         mine.prompts_only = prefills
-    elif w.instance[i].phase == AGGREGATED:
-        prefills, tokens, attended = _take_chunks(w, i, lane, now_s)
     if mine.running == 0 and tokens == 0:
         return
     decodes, context = (0, 0) if mine.prompts_only != 0 else (mine.running, mine.context)
-    start_s, _, end_s = _pass_pipeline(w, i, now_s, mine.penalty_s, prefills, tokens, attended, decodes, context)
+    start_s, _, end_s = pass_pipeline(w, i, now_s, mine.penalty_s, prefills, tokens, attended, decodes, context)
     mine.penalty_s = 0.0
     mine.in_flight = 1
     r = first_joined
@@ -274,7 +272,7 @@ def start_step(w, lane, now_s):
         if w.scalar[0].first_token_at_prefill == 0:
             check_ttft(w, r, start_s)
         r = w.request[r].after
-    _schedule_step(w, end_s, lane)
+    schedule_step(w, end_s, lane)
 
 
 @inlined
@@ -311,9 +309,9 @@ def coast(w, lane, now_s, horizon_s):
         mine.steps = step
         mine.context += mine.running
         take_blocks(w, i, growing)
-        _, _, end_s = _pass_pipeline(w, i, now_s, 0.0, 0, 0, 0.0, mine.running, mine.context)
+        _, _, end_s = pass_pipeline(w, i, now_s, 0.0, 0, 0, 0.0, mine.running, mine.context)
         if end_s >= horizon_s:
-            _schedule_step(w, end_s, lane)
+            schedule_step(w, end_s, lane)
             return -1.0
         now_s = end_s
 
@@ -322,7 +320,7 @@ def coast(w, lane, now_s, horizon_s):
 def _is_settled(w, i, lane):
     """Return True when nobody waits to join, to come back or to prefill here."""
     waiting = w.queue[i].size + w.queue[swapped(w, i)].size
-    return waiting + w.queue[joining(w, lane)].size + w.queue[_chunking(w, lane)].size == 0
+    return waiting + w.queue[joining(w, lane)].size + w.queue[chunking(w, lane)].size == 0
 
 
 @inlined
@@ -331,7 +329,7 @@ def _finish_due(w, i, lane, now_s):
     r = w.due[lane, w.lane[lane].steps % w.due.shape[1]]
     while r >= 0:
         after = w.request[r].due_after
-        context = _leave_lane(w, lane, r)
+        context = leave_lane(w, lane, r)
         take_blocks(w, i, -blocks_of(w, context - 1))  # the last token's own KV is never written
         w.instance[i].members -= 1
         finish(w, r, now_s)
@@ -345,7 +343,7 @@ def grow(w, i, lane):
     at = (1 - mine.steps) % w.residue.shape[1]
     while w.residue[lane, at] > me.free_blocks:
         r = mine.newest
-        context = _leave_lane(w, lane, r)
+        context = leave_lane(w, lane, r)
         held = blocks_of(w, context) - (1 if w.request[r].key == at else 0)
         take_blocks(w, i, -held)
         me.preemptions += 1
@@ -376,55 +374,13 @@ def swap_in(w, i, lane):
         enter_lane(w, lane, r, context)
 
 
-# ---- aggregated instances: chunked prefill
-
-
-@inlined
-def _take_chunks(w, i, lane, now_s):
-    """Fill the step's token budget with prompt chunks, oldest first; return (prefills, tokens, attended)."""
-    line = w.queue[_chunking(w, lane)]
-    budget = w.instance[i].max_tokens - w.lane[lane].running
-    prefills, tokens, attended = 0, 0, 0.0
-    r = line.head if line.size > 0 else -1
-    while budget > 0:
-        if r < 0:
-            r = _admit_prompt(w, i, lane, now_s)
-            if r < 0:
-                break
-        it = w.request[r]
-        it.chunk = chunk_tokens(budget, it.prompt + it.generated - it.prefilled)
-        attended += float(it.chunk) * it.chunk + 2.0 * it.chunk * it.prefilled
-        prefills, tokens, budget = prefills + 1, tokens + it.chunk, budget - it.chunk
-        r = it.after
-    return prefills, tokens, attended
-
-
-@inlined
-def _admit_prompt(w, i, lane, now_s):
-    """Move the first waiting prompt into the lane if its blocks fit; return it, or -1."""
-    me, line = w.instance[i], w.queue[i]
-    if line.size == 0:
-        return -1
-    context = w.request[line.head].prompt + w.request[line.head].generated
-    blocks = blocks_of(w, context + 1)
-    in_lane = w.lane[lane].running + w.queue[_chunking(w, lane)].size
-    lane_is_full = in_lane * me.stages >= me.max_batch
-    if lane_is_full or not admits(me.free_blocks, blocks, me.blocks, me.members, me.max_batch):
-        return -1
-    r = pop(w, i)
-    take_blocks(w, i, blocks)
-    me.members += 1
-    _leave_queue(w, i, context)
-    if w.request[r].generated == 0:
-        w.request[r].prefill_start_s = now_s
-    push(w, _chunking(w, lane), r)
-    return r
+# ---- aggregated instances: prompts first (vLLM 0.2)
 
 
 @inlined
 def _finish_chunks(w, i, lane, now_s):
     """Book the prompt chunks of this step; whoever has its whole prompt in gets its next token and decodes on."""
-    line = w.queue[_chunking(w, lane)]
+    line = w.queue[chunking(w, lane)]
     while line.size > 0:
         it = w.request[line.head]
         it.prefilled += it.chunk
@@ -432,7 +388,7 @@ def _finish_chunks(w, i, lane, now_s):
         context = it.prompt + it.generated
         if it.prefilled < context:
             return
-        r = pop(w, _chunking(w, lane))
+        r = pop(w, chunking(w, lane))
         if it.generated == 0:
             it.prefill_end_s = now_s
             it.first_step_s = now_s
@@ -444,9 +400,6 @@ def _finish_chunks(w, i, lane, now_s):
             take_blocks(w, i, -blocks_of(w, context + 1))
             w.instance[i].members -= 1
             finish(w, r, now_s)
-
-
-# ---- aggregated instances: prompts first (vLLM 0.2)
 
 
 @inlined
@@ -466,11 +419,11 @@ def _take_prompts(w, i, lane, now_s):
         r = pop(w, i)
         take_blocks(w, i, blocks)
         me.members += 1
-        _leave_queue(w, i, context)
+        leave_queue(w, i, context)
         if it.generated == 0:
             it.prefill_start_s = now_s
         it.chunk = context
-        push(w, _chunking(w, lane), r)
+        push(w, chunking(w, lane), r)
         prefills, longest, tokens = prefills + 1, max(longest, context), tokens + context
     return prefills, prefills * longest, float(prefills) * longest * longest
 

@@ -29,6 +29,7 @@ INSTANCE = np.dtype(
         ("swap_s_per_block", "f8"),
         ("entry", "f8"),
         ("reach_blocks", "i8"),  # of the roomiest instance that its requests decode on
+        ("depth", "i8"),  # steps under way at a time in a lane of an aggregated instance
         # how it stands
         ("free_blocks", "i8"),
         ("members", "i8"),
@@ -38,6 +39,7 @@ INSTANCE = np.dtype(
         ("queued_s", "f8"),
         ("turn", "i8"),
         ("asleep", "i8"),
+        ("taken", "i8"),  # blocks off the head of the line of free ones, ever (aggregated)
         # what it has done
         ("least_free_blocks", "i8"),
         ("busy_s", "f8"),
@@ -57,6 +59,13 @@ LANE = np.dtype(
         ("prompts_only", "i8"),  # the step in flight decodes nobody
         ("penalty_s", "f8"),
         ("newest", "i8"),
+        # of the steps under way (aggregated): when the older and the younger end, and what they let go of then
+        ("end_s", "f8"),
+        ("leaving", "i8"),
+        ("leaving_blocks", "i8"),
+        ("next_end_s", "f8"),
+        ("next_leaving", "i8"),
+        ("next_leaving_blocks", "i8"),
     ]
 )
 
@@ -81,6 +90,8 @@ REQUEST = np.dtype(
         ("generated", "i8"),
         ("prefilled", "i8"),
         ("chunk", "i8"),
+        ("edge", "i8"),
+        ("kept", "i8"),
         ("last_step", "i8"),
         ("key", "i8"),
         ("missed", "i8"),

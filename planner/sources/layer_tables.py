@@ -19,6 +19,7 @@ from planner.specs.gpu import Gpu
 from planner.specs.layout import Layout
 from planner.specs.model import ModelSpec
 from planner.specs.profile import Profile, Provenance, Sample, Samples
+from planner.specs.step_tables import StepTables
 
 # The same typical shares as in `cost.physics` (with their sources), which this package may not import.
 ATTENTION_EFFICIENCY, KV_EFFICIENCY, STREAM_EFFICIENCY = 0.4, 0.6, 0.8
@@ -30,6 +31,7 @@ Curve = Callable[[float], float]
 _VIDUR_ONCE = ("emb",)
 _SIM_ONCE = ("embedding", "final_layernorm")
 _SIM_TWICE = ("layernorm",)
+_SIM_ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
 
 
 def vidur(
@@ -153,9 +155,8 @@ def llmservingsim(
     `path`: the dense table. Rows that mix chunks and decoding requests are not used, and attention rows that
     would read KV faster than the GPU's memory, or compute faster than its peak, are left out and counted.
     """
-    dense = _sim_dense(path, model)
-    tail = _sim_per_sequence(per_sequence)
-    rows = read_table(attention, ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"))
+    dense, tail = _curve(_sim_dense(path, model).items()), _curve(_sim_per_sequence(per_sequence).items())
+    rows = read_table(attention, _SIM_ATTENTION)
     pure = [row for row in rows if (row.count("prefill_chunk", 0) > 0) != (row.count("n_decode", 0) > 0)]
     kept = [row for row in pure if _possible(row, model, gpu, tp)]
     samples = [_sim_sample(row, model, tp, dense, tail) for row in kept]
@@ -188,7 +189,29 @@ def llmservingsim(
     )
 
 
-def _sim_dense(path: str | Path, model: ModelSpec) -> Curve:
+def llmservingsim_steps(
+    path: str | Path, model: ModelSpec, gpu: Gpu, attention: str | Path, per_sequence: str | Path, tp: int = 1
+) -> StepTables:
+    """Return the same tables as `llmservingsim` reads, whole: the rows that mix phases included, nothing fitted."""
+    rows = read_table(attention, _SIM_ATTENTION)
+    kept = [row for row in rows if _possible(row, model, gpu, tp)]
+    if not kept:
+        raise InputError(Fault("no row that this GPU could have taken", str(attention)))
+    notes = [f"left out {len(rows) - len(kept)} attention rows faster than the GPU's memory or peak"]
+    if tp > 1:
+        notes.append("tensor-parallel collectives: not in the tables, not added")
+    columns = [[row.number(name, -1) for row in kept] for name in _SIM_ATTENTION]
+    table = np.array(columns).T
+    table[:, 4] *= model.layers / 1e6
+    return StepTables(_points(_sim_dense(path, model)), _points(_sim_per_sequence(per_sequence)), table, tuple(notes))
+
+
+def _points(curve: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    where = sorted(curve)
+    return np.array(where, float), np.array([curve[x] for x in where])
+
+
+def _sim_dense(path: str | Path, model: ModelSpec) -> dict[int, float]:
     """Return the time [s] of all dense operators of a step by its tokens."""
     total: dict[int, float] = defaultdict(float)
     seen: dict[str, set[int]] = defaultdict(set)
@@ -200,15 +223,15 @@ def _sim_dense(path: str | Path, model: ModelSpec) -> Curve:
     shared = set.intersection(*seen.values())
     if not shared:
         raise InputError(Fault("no number of tokens at which every layer was timed", str(path)))
-    return _curve((tokens, total[tokens]) for tokens in sorted(shared))
+    return {tokens: total[tokens] for tokens in sorted(shared)}
 
 
-def _sim_per_sequence(path: str | Path) -> Curve:
+def _sim_per_sequence(path: str | Path) -> dict[int, float]:
     """Return the time [s] of vocabulary projection and sampler by the number of sequences."""
     total: dict[int, float] = defaultdict(float)
     for row in read_table(path, ("layer", "sequences", "time_us")):
         total[row.count("sequences")] += row.number("time_us") / 1e6
-    return _curve(total.items())
+    return dict(total)
 
 
 def _sim_sample(row: Row, model: ModelSpec, tp: int, dense: Curve, tail: Curve) -> Sample:
@@ -224,12 +247,13 @@ def _sim_sample(row: Row, model: ModelSpec, tp: int, dense: Curve, tail: Curve) 
 def _possible(row: Row, model: ModelSpec, gpu: Gpu, tp: int) -> bool:
     """False when one layer's attention would beat the data sheet."""
     chunk, batch = row.count("prefill_chunk", 0), row.count("n_decode", 0)
-    time_s = row.number("time_us") / 1e6
+    work, read = 0.0, 0.0
     if chunk:
         work = model.attention_flops(chunk, row.count("kv_prefill", 0)) / model.layers
-        return work / (tp * gpu.fp16_flop_per_s) <= time_s
-    read = batch * sum(model.stage_kv_bytes(Layout(tp), row.count("kv_decode"))) / model.layers
-    return read / gpu.memory_bytes_per_s <= time_s
+    if batch:
+        read = batch * sum(model.stage_kv_bytes(Layout(tp), row.count("kv_decode"))) / model.layers
+    floor_s = max(work / (tp * gpu.fp16_flop_per_s), read / gpu.memory_bytes_per_s)
+    return floor_s <= row.number("time_us") / 1e6
 
 
 def _curve(points: Iterable[tuple[float, float]]) -> Curve:

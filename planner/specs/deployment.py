@@ -41,6 +41,8 @@ class LimitsSpec(Spec):
     kv_blocks: Count
     block_tokens: Count
     swap_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+    plans_ahead: bool = True
+    """An aggregated instance plans a step while another one runs (asynchronous scheduling)."""
 
 
 class CostSpec(Spec):
