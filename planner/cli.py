@@ -106,49 +106,67 @@ def plan_command(
         console.print(f"Deployment written to {output}", soft_wrap=True)
 
 
-@app.command(
-    "fit",
-    help="""Fit the cost models of a problem's profiles and show their held-out error.
+_FIT_HELP = """Fit cost models and show how far to trust them.
 
-Example:
+Errors on settings left out of the fit, what each term amounts to and whether the rows tell it, and the worst rows.
+
+Examples:
 
   planner fit examples/llama2-70b-h100.yaml
-""",
-)
-def fit_command(problem: ProblemFile, json: Json = False, quiet: Quiet = False) -> None:
-    from dataclasses import asdict
-    from math import isfinite
 
-    from planner.cost.fit import fit_report
-    from planner.report import fit_notes, fit_table
-    from planner.search.kinds import find_kinds
-    from planner.sources.problem import read_problem
-    from planner.specs.base import dump_json
+  planner fit splitwise-llama2-70b-h100 --report fit.html --plot fit.png
 
+  planner fit my-profile.yaml --model llama3.1-8b --gpu h200 --json | jq .fits[].worst
+"""
+
+
+@app.command("fit", help=_FIT_HELP)
+def fit_command(
+    source: Annotated[
+        str, typer.Argument(metavar="PROBLEM|PROFILE", help="A problem or profile (YAML), or a profile preset's name.")
+    ],
+    model: Annotated[str | None, typer.Option("--model", help="The model of a profile: a preset or a file.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="The GPU of a profile: a preset or a file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write a page (HTML) with tables and pictures here.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write the pictures here (.svg or .png).")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from planner.specs.base import check_output, dump_json, write_bytes, write_text
+
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        raise InputError(f"--plot: expected a file that ends in .svg or .png, got {str(plot)!r}")
+    for path, others in ((report, [source]), (plot, [source, *([report] if report else [])])):
+        if path is not None:
+            check_output(path, *others)
     with _progress(quiet) as step:
         step("fitting cost models")
-        costs = find_kinds(read_problem(problem)).costs
+        from planner.fit_report import fit_reports, to_json
+
+        found = fit_reports(source, model, gpu)
+        if report is not None:
+            step("drawing the page")
+            from planner.fit_page import page
+
+            write_text(report, page(source, found))
+        if plot is not None:
+            step("drawing the pictures")
+            from planner.fit_plot import to_png, to_svg
+
+            write_bytes(plot, to_png(found) if plot.suffix == ".png" else to_svg(found).encode())
     if json:
-        rows = [row._asdict() for row in fit_report(costs)]
-        models = [
-            {
-                "layout": str(c.layout),
-                "family": c.family,
-                "unprofiled": c.unprofiled,
-                "parameters": [float(p) if isfinite(p) else None for p in c.parameters],
-                "errors": {
-                    "prefill": c.prefill_error and asdict(c.prefill_error),
-                    "decode": c.decode_error and asdict(c.decode_error),
-                },
-            }
-            for c in costs
-        ]
-        print(dump_json({"rows": rows, "models": models}))
+        print(dump_json(to_json(found)))
         return
+    from planner.fit_view import render
+
     console = _console()
-    console.print(fit_table(costs))
-    for note in fit_notes(costs):
-        console.print(f"  {note}", style="dim")
+    for piece in render(found):
+        console.print(piece)
+    for what, path in (("Report", report), ("Pictures", plot)):
+        if path is not None:
+            console.print(f"{what} written to {path}", soft_wrap=True)
 
 
 @app.command(

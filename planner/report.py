@@ -127,10 +127,10 @@ def _confidence(plan: Plan) -> str:
 
 
 def _costs_used(plan: Plan) -> list[CostModel]:
-    """Return the cost models of the tensor-parallel degrees that either way uses."""
+    """Return the cost models of the GPU types and tensor-parallel degrees that either way uses."""
     options = [option for option in (plan.disaggregated, plan.aggregated) if option is not None]
-    used = {kind.layout.tp for option in options for kind in option.placed.kinds}
-    return [cost for cost in plan.kinds.costs if cost.layout.tp in used]
+    used = {(kind.gpu, kind.layout.tp) for option in options for kind in option.placed.kinds}
+    return [cost for cost in plan.kinds.costs if (cost.gpu, cost.layout.tp) in used]
 
 
 def _rps(value: float) -> str:
@@ -298,20 +298,26 @@ def _arithmetic(plan: Plan, option: Option) -> list[str]:
     return lines
 
 
-def fit_table(costs: Any) -> Table:
-    """Return the held-out errors of the cost models."""
-    table = _table(
-        "Fit, error on settings left out", "phase", "layout", "family", "settings", "median", "p95", "worst", right=3
-    )
+def _fit_table(costs: list[CostModel]) -> Table:
+    """Return the held-out errors of the cost models, with the GPU types where there are several."""
+    several = len({cost.gpu for cost in costs}) > 1
+    names = ("GPU",) * several + ("phase", "layout", "family")
+    table = _table("Fit, error on settings left out", *names, "settings", "median", "p95", "worst", right=len(names))
     for row in fit_report(costs):
         errors = [f"{e:.1%}" if e is not None else "-" for e in (row.median, row.p95, row.worst)]
-        table.add_row(row.phase, row.layout, row.family, str(row.settings or "-"), *errors)
+        cells = (row.gpu,) * several + (row.phase, row.layout, row.family)
+        table.add_row(*cells, str(row.settings or "-"), *errors)
     return table
 
 
-def fit_notes(costs: Any) -> list[str]:
+def _fit_notes(costs: list[CostModel]) -> list[str]:
     """Return what the cost models did not get from data, each line once."""
-    lines = [f"{cost.layout}: {note}" for cost in costs for note in (*cost.from_physics, *cost.notes)]
+    several = len({cost.gpu for cost in costs}) > 1
+    lines = [
+        f"{cost.gpu + ' ' if several else ''}{cost.layout}: {note}"
+        for cost in costs
+        for note in (*cost.from_physics, *cost.notes)
+    ]
     return list(dict.fromkeys(lines))
 
 
@@ -320,7 +326,7 @@ def _fit(plan: Plan) -> RenderableType:
     from rich.text import Text
 
     costs = _costs_used(plan)
-    return Group(fit_table(costs), *(Text(f"  {note}", style="dim") for note in fit_notes(costs)), Text(""))
+    return Group(_fit_table(costs), *(Text(f"  {note}", style="dim") for note in _fit_notes(costs)), Text(""))
 
 
 def _runners_up(plan: Plan) -> list[tuple[str, int, float, str]]:

@@ -91,6 +91,8 @@ class CostModel:
     """Smallest and largest prompt that was measured; outside, the prediction is an extrapolation."""
     notes: tuple[str, ...] = field(default=())
     checks: Checks | None = None
+    gpu: str = ""
+    """The GPU type it is of, where there may be several."""
 
     def slower(self, phase: str, share: float) -> CostModel:
         """Return the same with the steps of one phase longer by `share` (0.1: a tenth; below 0: shorter)."""

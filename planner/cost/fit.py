@@ -435,13 +435,14 @@ class FitRow(NamedTuple):
     p95: float | None
     worst: float | None
     notes: tuple[str, ...]
+    gpu: str = ""
 
 
 def fit_report(costs: Iterable[CostModel]) -> list[FitRow]:
-    """Return two lines per cost model, prefill and decode, in the order of the layouts."""
+    """Return two lines per cost model, prefill and decode, in the order of GPU types and layouts."""
     return [
         _fit_row(cost, phase, error)
-        for cost in sorted(costs, key=lambda cost: cost.layout)
+        for cost in sorted(costs, key=lambda cost: (cost.gpu, cost.layout))
         for phase, error in (("prefill", cost.prefill_error), ("decode", cost.decode_error))
     ]
 
@@ -450,6 +451,6 @@ def _fit_row(cost: CostModel, phase: str, error: TermError | None) -> FitRow:
     other = "decode" if phase == "prefill" else "prefill"
     notes = tuple(note for note in (*cost.notes, *cost.from_physics) if not note.startswith(other))
     if error is None:
-        return FitRow(phase, str(cost.layout), cost.family, 0, None, None, None, notes)
+        return FitRow(phase, str(cost.layout), cost.family, 0, None, None, None, notes, cost.gpu)
     numbers = error.settings, error.median, error.p95, error.worst
-    return FitRow(phase, str(cost.layout), cost.family, *numbers, notes)
+    return FitRow(phase, str(cost.layout), cost.family, *numbers, notes, cost.gpu)

@@ -13,7 +13,8 @@ from planner.cost import kernel
 from planner.cost.settings import Settings
 
 KNEES = (1024, 2048, 4096, 8192)
-_KNEE_SHARE = 0.2
+KNEE_SHARE = 0.2
+"""How much a token beyond the knee costs more, before the data say."""
 
 
 class Part(NamedTuple):
@@ -91,7 +92,7 @@ def _places(parts: Parts) -> np.ndarray:
 def with_knee(base: np.ndarray, tokens: int) -> np.ndarray:
     """Return `base` with a knee from `tokens` on, to be fitted."""
     p = base.copy()
-    p[14], p[15] = tokens, _KNEE_SHARE
+    p[14], p[15] = tokens, KNEE_SHARE
     return p
 
 

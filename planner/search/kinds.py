@@ -19,6 +19,7 @@ from planner.sources.problem import Problem
 from planner.specs.cluster import EFFICIENCY
 from planner.specs.gpu import Gpu
 from planner.specs.layout import Layout
+from planner.specs.model import ModelSpec
 from planner.specs.profile import Profile, Samples
 from planner.specs.topology import GpuId, Unit
 from planner.specs.units import show_seconds
@@ -48,7 +49,7 @@ def find_kinds(problem: Problem) -> Kinds:
     kinds: list[Kind] = []
     costs: list[CostModel] = []
     for gpu in problem.gpus.values():
-        degrees = dict(_degrees(problem, gpu, rejected))
+        degrees = {tp: replace(cost, gpu=gpu.name) for tp, cost in _degrees(problem, gpu, rejected)}
         costs += degrees.values()
         found = list(_kinds(problem, gpu, degrees, problem.search.max_pp, rejected))
         if not _complete(found):  # too large for that few stages: try more before giving up
@@ -93,15 +94,20 @@ def _degrees(problem: Problem, gpu: Gpu, rejected: list[Rejected]) -> Iterator[t
 
 def _fitted(problem: Problem, profile: Profile, gpu: Gpu) -> dict[int, CostModel]:
     """Return the cost models that a profile's sound rows give, by degree. Raises InputError at the profile's line."""
-    samples, findings = sound_samples(profile, problem.model, gpu)
+    try:
+        return fit_sound(profile, problem.model, gpu)
+    except InputError as error:
+        raise InputError([problem.fault(fault.message, "profiles") for fault in error.faults]) from None
+
+
+def fit_sound(profile: Profile, model: ModelSpec, gpu: Gpu) -> dict[int, CostModel]:
+    """Return the cost models that a profile's sound rows give, by degree, with what was left out. Raises InputError."""
+    samples, findings = sound_samples(profile, model, gpu)
     if profile.samples and samples:  # with none left, the fit says what is wrong with all of them
         profile = profile.model_copy(update={"samples": Samples.of(samples)})
     left_out = tuple(lines_of(findings))
-    try:
-        costs = fit_all(profile, problem.model, gpu)
-        return {tp: replace(cost, notes=(*cost.notes, *left_out)) for tp, cost in costs.items()}
-    except InputError as error:
-        raise InputError([problem.fault(fault.message, "profiles") for fault in error.faults]) from None
+    costs = fit_all(profile, model, gpu)
+    return {tp: replace(cost, notes=(*cost.notes, *left_out)) for tp, cost in costs.items()}
 
 
 def _largest_unit(problem: Problem, gpu: Gpu) -> Unit:

@@ -447,24 +447,29 @@ def _is_stream(path: str | Path) -> bool:
 
 
 def write_text(path: str | Path, text: str) -> None:
+    """Write a file whole or not at all, as UTF-8. Raises InputError."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
     """Write a file whole or not at all: into a neighbour first, then renamed over it. Raises InputError."""
     check_output(path)
     target = Path(os.path.realpath(path))  # what a link points to, not the link
     try:
         if _is_stream(path):
-            Path(path).write_text(text, encoding="utf-8", newline="\n")
+            Path(path).write_bytes(content)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(target, text)
+        _write_whole(target, content)
     except OSError as error:
         raise InputError(Fault(f"cannot be written: {error.strerror or error}", str(path))) from None
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _write_whole(path: Path, content: bytes) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
