@@ -11,10 +11,10 @@ SOURCES := $(wildcard planner/compiled.py planner/cost/kernel.py planner/policie
 PROBLEM ?= examples/llama2-70b-h100.yaml
 OUT     ?= out
 
-.PHONY: help plan test test-all check bench md1 recorded held-out table format clean
+.PHONY: help plan test test-all check bench md1 recorded held-out transfer-errors table format clean
 
 help:  ## Say what there is
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1\t/' | expand -t 17
 
 $(STAMPS)/base: pyproject.toml constraints.txt
 	@mkdir -p $(STAMPS)
@@ -62,6 +62,9 @@ recorded: $(STAMPS)/compiled  ## Replay recorded runs of a real engine, real bes
 
 held-out: $(STAMPS)/base  ## Print how far predictions are off on measurements that no fit has seen
 	@$(BIN)/python -m benchmarks.held_out
+
+transfer-errors: $(STAMPS)/base  ## Print how far off costs are that were carried over from other degrees, GPUs, models
+	@$(BIN)/python -m benchmarks.transfer_errors
 
 md1: $(STAMPS)/compiled  ## Print the simulated wait of a queue beside the M/D/1 formula
 	@$(BIN)/python -m benchmarks.md1

@@ -116,6 +116,13 @@ def _confidence(plan: Plan) -> str:
             f"Latencies are data-sheet estimates, off by {worst:.0%} at the median elsewhere: profile these GPUs "
             "before you rely on this."
         )
+    errors_ = [error for cost in costs for error in (cost.prefill_error, cost.decode_error) if error is not None]
+    if any(not error.settings for error in errors_):
+        worst = max(error.median for error in errors_)
+        return (
+            f"Latencies are in part carried over from other measurements, off by up to {worst:.0%} at the median where "
+            "that could be checked: profile before you rely on this."
+        )
     known = {
         "prefill": [cost.prefill_error.median for cost in costs if cost.prefill_error is not None],
         "decode": [cost.decode_error.median for cost in costs if cost.decode_error is not None],

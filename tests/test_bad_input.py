@@ -720,7 +720,7 @@ PROFILES = [
             cluster="cluster: §a100-4gpu",
             profiles=PROFILE.replace("[prefill, 1", "[prefill, 3").replace("[decode, 1", "[decode, 3"),
         ),
-        ["not measured in profile mine"],
+        ["outside of what profile mine measured (TP3)"],
     ),
     Case(
         "a fault in a profile file",

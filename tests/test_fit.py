@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks import held_out_instances
 from planner.cost import kernel, linear, physics, roofline
 from planner.cost.base import BatchShape, CostModel
-from planner.cost.fit import UNPROFILED_ERROR, fit, fit_all, fit_report, transfer, unprofiled, with_stages
+from planner.cost.fit import UNPROFILED_ERROR, fit, fit_all, fit_report, no_transfer, unprofiled, with_stages
 from planner.cost.residual import Residuals, hybrid, predict, rising
 from planner.cost.settings import gather, identifiable
 from planner.errors import InputError
@@ -388,10 +388,11 @@ def test_a_profile_in_the_wrong_unit_is_refused():
         fit(made_of(wrong), model("llama2-70b"), gpu("h100-80gb"), 4)
 
 
-def test_a_degree_that_was_not_measured_has_no_cost_model():
-    with pytest.raises(InputError, match=r"no measurements at TP16 \(it has TP2, TP4, TP8\)"):
-        fit(profile("splitwise-llama2-70b-h100"), model("llama2-70b"), gpu("h100-80gb"), 16)
-    assert "measure TP3 or leave it out" in transfer(profile("distserve-opt-13b-a100"), 3)
+def test_published_coefficients_say_nothing_of_other_degrees():
+    published = profile("distserve-opt-13b-a100")
+    with pytest.raises(InputError, match=r"says nothing of TP3 \(it has TP1, TP2, TP4\).*measure TP3 or leave it"):
+        fit(published, model("opt-13b"), gpu("a100-80gb"), 3)
+    assert "says nothing of TP16" in no_transfer(published, 16)
 
 
 # -- laws that every cost model obeys ----------------------------------------------------------------------

@@ -6,7 +6,7 @@ degree with few settings leans on the others, and one without any is transferred
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost import kernel, linear, physics, roofline
+from planner.cost import kernel, linear, physics, roofline, transferred
 from planner.cost.base import Checks, CostModel, TermError
 from planner.cost.residual import Residuals, hybrid, predict
 from planner.cost.settings import Settings, gather, identifiable
+from planner.cost.transferred import Place
 from planner.errors import InputError
 from planner.specs.gpu import Gpu
 from planner.specs.layout import Layout
@@ -44,7 +45,8 @@ PHASES = ("prefill", "decode")
 def fit(profile: Profile, model: ModelSpec, gpu: Gpu, tp: int) -> CostModel:
     """Return the cost model of one instance at `tp` ranks and one stage, as `profile` has it.
 
-    Raises InputError when the profile says nothing of that degree, or only impossible things.
+    Of a degree that was not measured, what the measured ones say of it, marked. Raises InputError when they say
+    nothing (published coefficients are those of their degree alone), or only impossible things.
     """
     return fit_all(profile, model, gpu, (tp,))[tp]
 
@@ -54,29 +56,48 @@ def fit_all(profile: Profile, model: ModelSpec, gpu: Gpu, tps: Iterable[int] | N
 
     Raises InputError when the profile says nothing of a degree, or only impossible things.
     """
+    sampled = sampled_degrees(profile)
     found = {}
     for tp in profile.tps if tps is None else tps:
-        if profile.rows("prefill", tp) or profile.rows("decode", tp):
-            found[tp] = _fitter(profile, model, gpu).cost(tp)
-        elif coefficients := profile.coefficients_at(tp):
+        if tp not in sampled and (coefficients := profile.coefficients_at(tp)):
             found[tp] = _from_coefficients(profile, coefficients)
+        elif sampled:
+            fitter = _fitter(profile, model, gpu)
+            found[tp] = fitter.cost(tp) if tp in sampled else fitter.transferred(tp)
         else:
-            raise InputError(transfer(profile, tp))
+            raise InputError(no_transfer(profile, tp))
     return found
 
 
 @lru_cache(maxsize=16)  # a second or two of work, and a sweep over loads or clusters asks again and again
 def _fitter(profile: Profile, model: ModelSpec, gpu: Gpu) -> _Fitter:
-    sampled = {tp: [*profile.rows("prefill", tp), *profile.rows("decode", tp)] for tp in profile.tps}
-    return _Fitter(profile, _Physics(model, gpu), {tp: rows for tp, rows in sampled.items() if rows})
+    return _Fitter(profile, _Physics(model, gpu), sampled_degrees(profile))
 
 
-def transfer(profile: Profile, tp: int) -> str:
+def fit_elsewhere(profile: Profile, here: Place, there: Mapping[int, Place]) -> dict[int, CostModel]:
+    """Return cost models by degree for another GPU or model than the profile's, marked (see `cost.transferred`).
+
+    `there` is given by degree: its links may depend on how many GPUs have to be joined. Raises InputError when the
+    profile has no samples, or only impossible ones.
+    """
+    if not sampled_degrees(profile):
+        raise InputError(f"profile {profile.name} has no samples, and published coefficients hold where they were made")
+    fitter = _fitter(profile, here.model, here.gpu)
+    return {tp: fitter.elsewhere(tp, here, place) for tp, place in there.items()}
+
+
+def sampled_degrees(profile: Profile) -> dict[int, list[Sample]]:
+    """Return the one-stage samples of a profile by degree, without degrees that have none."""
+    rows = {tp: [*profile.rows("prefill", tp), *profile.rows("decode", tp)] for tp in profile.tps}
+    return {tp: each for tp, each in rows.items() if each}
+
+
+def no_transfer(profile: Profile, tp: int) -> str:
     """Return why there is no cost model at a degree that was not measured, and the way out."""
     known = ", ".join(f"TP{degree}" for degree in profile.tps) or "no degree without pipeline stages"
     return (
-        f"profile {profile.name} has no measurements at TP{tp} (it has {known}), and latencies do not carry "
-        f"over from one tensor-parallel degree to another; measure TP{tp} or leave it out"
+        f"profile {profile.name} says nothing of TP{tp} (it has {known}), and published coefficients hold at their "
+        f"own tensor-parallel degree alone; measure TP{tp} or leave it out"
     )
 
 
@@ -202,20 +223,21 @@ class _Fitter:
     at: _Physics
     samples: dict[int, list[Sample]]
     degrees: dict[int, _Degree] = field(init=False)
-    rooflines: list[tuple[_Roofline, dict[tuple[int, bool], Checks]]] = field(init=False)
+    rooflines: list[tuple[_Roofline, dict[tuple[int, bool], Checks]]] = field(default_factory=list)
     """With each knee: the fit, and by degree and with grids or without, what it predicts of settings held out."""
 
     def __post_init__(self) -> None:
         self.degrees = {tp: _degree(self.profile, self.at, tp, rows) for tp, rows in self.samples.items()}
-        rows = {tp: degree.rows for tp, degree in self.degrees.items()}
-        self.rooflines = []
-        for knee in self._knees(rows):
-            whole = self._together(rows, knee)
-            self.rooflines.append((whole, self._held_out(rows, whole)))
+
+    @property
+    def rows(self) -> dict[int, Settings]:
+        """The rows of each degree that was measured."""
+        return {tp: degree.rows for tp, degree in self.degrees.items()}
 
     def cost(self, tp: int) -> CostModel:
         """Return the cost model of a degree that was measured."""
         degree = self.degrees[tp]
+        self.rooflines = self.rooflines or self._rooflines()
         best = self._compete(degree)
         notes = [best.note, *_notes(self.profile, degree.dropped)]
         errors = {phase: _term_error(best.checks.errors(phase), degree.rows, phase) for phase in PHASES}
@@ -229,6 +251,70 @@ class _Fitter:
             measured_tokens=degree.prompts,
             notes=tuple(note for note in notes if note),
             checks=best.checks,
+        )
+
+    def transferred(self, tp: int) -> CostModel:
+        """Return the cost model of a degree that was not measured."""
+        degree, way = self._nearest(tp), transferred.Way.to(tp, sorted(self.degrees))
+        checked = [self._left_out(each) for each in way.checked]
+        errors = {}
+        for phase in PHASES:
+            off = np.concatenate([np.zeros(0), *(checks.errors(phase) for checks in checked)])
+            errors[phase] = way.error(_term_error(off, degree.rows, phase), phase) if self._told(phase) else None
+        return CostModel(
+            layout=Layout(tp),
+            parameters=self._carried(self.rows, tp),
+            family="hybrid",
+            from_physics=tuple(self._marks(degree)),
+            prefill_error=errors["prefill"],
+            decode_error=errors["decode"],
+            measured_tokens=degree.prompts,
+            notes=(way.note, *filter(None, _notes(self.profile, degree.dropped))),
+        )
+
+    def _nearest(self, tp: int) -> _Degree:
+        """Return the measured degree nearest to `tp`, said of `tp`: what it cannot tell is not known there either."""
+        near = min(self.degrees, key=lambda degree: (transferred.octaves([degree], tp), degree))
+        return replace(self.degrees[near], tp=tp)
+
+    def _told(self, phase: str) -> bool:
+        return any(degree.there[phase] for degree in self.degrees.values())
+
+    def _lines(self, rows: dict[int, Settings]) -> roofline.Lines:
+        """Return the multipliers of `rows` as lines over the ranks."""
+        told = {name for tp in rows for name in self.degrees[tp].parts(knee=False)}
+        parts = tuple(name for name in roofline.PARTS if name in told)
+        degrees = {tp: (part, self.at.typical(tp)) for tp, part in rows.items()}
+        return transferred.lines(degrees, parts, Place.usual(self.at.model, self.at.gpu))
+
+    def _carried(self, rows: dict[int, Settings], tp: int) -> np.ndarray:
+        """Return the vector that `rows` of other degrees give at `tp`: the roofline carried over, and residuals."""
+        lines = self._lines(rows)
+        vectors = {each: roofline.vector(self.at.typical(each), lines.parts, lines.at(each)) for each in (*rows, tp)}
+        whole = _Roofline(0, lines.parts, lines.level, {}, vectors)
+        return hybrid(vectors[tp], tp, *[whole.residuals(rows, phase) for phase in PHASES])
+
+    def _left_out(self, tp: int) -> Checks:
+        """Return the rows of a measured degree beside what the other degrees alone say of them."""
+        rows = self.rows
+        mine = rows.pop(tp)
+        return _checks(mine, predict(self._carried(rows, tp), mine.shapes))
+
+    def elsewhere(self, tp: int, here: Place, there: Place) -> CostModel:
+        """Return the cost model at `tp` of another GPU or model. Without residuals: they are no better there."""
+        degree, at = self._nearest(tp), _Physics(there.model, there.gpu)
+        lines = self._lines(self.rows)
+        theta = transferred.elsewhere(lines, tp, here, there)
+        move = transferred.Move(here, there, transferred.Way.to(tp, sorted(self.degrees)))
+        errors = {phase: move.error(phase) if self._told(phase) else None for phase in PHASES}
+        return CostModel(
+            layout=Layout(tp),
+            parameters=roofline.vector(at.typical(tp), lines.parts, theta),
+            family="roofline",
+            from_physics=tuple(self._marks(degree, at)),
+            prefill_error=errors["prefill"],
+            decode_error=errors["decode"],
+            notes=(*move.notes, *filter(None, _notes(self.profile, degree.dropped))),
         )
 
     def _compete(self, degree: _Degree) -> _Candidate:
@@ -254,7 +340,7 @@ class _Fitter:
 
     def _hybrid(self, degree: _Degree, whole: _Roofline, held_out: dict[tuple[int, bool], Checks]) -> _Candidate:
         """Return the roofline, with residuals in each phase where they predict better."""
-        rows = {tp: other.rows for tp, other in self.degrees.items()}
+        rows = self.rows
         plain, corrected = held_out[degree.tp, False], held_out[degree.tp, True]
         better = {
             phase: _SIMPLER * _size(corrected.errors(phase)) + _WORTH < _size(plain.errors(phase)) for phase in PHASES
@@ -267,6 +353,11 @@ class _Fitter:
         kept = np.where(degree.rows.decode, better["decode"], better["prefill"])
         checks = _checks(degree.rows, np.where(kept, corrected.predicted_s, plain.predicted_s))
         return _Candidate("hybrid", hybrid(p, degree.tp, *grids), checks, note)
+
+    def _rooflines(self) -> list[tuple[_Roofline, dict[tuple[int, bool], Checks]]]:
+        rows = self.rows
+        wholes = [self._together(rows, knee) for knee in self._knees(rows)]
+        return [(whole, self._held_out(rows, whole)) for whole in wholes]
 
     def _knees(self, rows: dict[int, Settings]) -> list[int]:
         """Return no knee, and the one that fits best of those with two settings on either side."""
@@ -330,9 +421,9 @@ class _Fitter:
             found[tp, False], found[tp, True] = _checks(mine, plain_s), _checks(mine, corrected_s)
         return found
 
-    def _marks(self, degree: _Degree) -> Iterator[str]:
+    def _marks(self, degree: _Degree, at: _Physics | None = None) -> Iterator[str]:
         """Yield one line per term that physics or the other degrees supplied, with the reason."""
-        terms = self.at.linear_terms(degree.tp)
+        terms = (at or self.at).linear_terms(degree.tp)
         others = [other for other in self.degrees.values() if other.tp != degree.tp]
         missing = [phase for phase, there in degree.there.items() if not there]
         for phase in missing:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -46,6 +47,13 @@ OWN = 0.05
 """How strongly a degree is pulled to what all degrees of a profile share; 0.05 weighs a factor of e like one setting
 that is 5 % off. Chosen among 0.02, 0.05 and 0.1 on Splitwise's table, where it hardly matters."""
 
+_EVEN = ("sharpness", "prefill attention", "weight streaming", "decode KV read")
+"""Level over the ranks: heads and weights are cut evenly, and a part of them that was not would be no different from
+overhead (with it free, A100's multiplier of weight streaming came to 1.6, and other models to twice their time)."""
+_LEVEL = 0.02
+"""How strongly a line is pulled to level. On Splitwise's table 0.005 and 0.05 predict as well."""
+_NO_RISE = 1e-6
+
 Parts = tuple[str, ...]
 Degree = tuple[Settings, np.ndarray]
 """Rows of one tensor-parallel degree, and the ROOFLINE vector that physics gives there."""
@@ -73,6 +81,53 @@ def own(degree: Degree, parts: Parts, center: np.ndarray, start: np.ndarray) -> 
         return np.concatenate([error(theta), OWN * (theta - center)])
 
     return _least(misses, parts, start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lines:
+    """Multipliers of every degree: each a line over the ranks, m(tp) = a + b tp, neither below 0."""
+
+    parts: Parts
+    middle: float
+    """Ranks at which `level` holds."""
+    level: np.ndarray
+    """Logarithm of m there, one per part."""
+    rise: np.ndarray
+    """Which share of m there comes once per rank: b middle / m."""
+
+    def at(self, tp: int) -> np.ndarray:
+        """Return the multipliers at `tp` as logarithms, none below what a fit may find: no rate above its peak."""
+        low = np.log([PARTS[name].low for name in self.parts])
+        return np.asarray(np.maximum(_on_line(self.level, self.rise, tp / self.middle), low))
+
+
+def lines(degrees: Mapping[int, Degree], parts: Parts) -> Lines:
+    """Return the lines that predict all degrees best together; with one degree alone, level ones. Deterministic.
+
+    Together they tell what single degrees do not: a constant time is host work if it stays as ranks are added, and
+    streamed weights if it is shared out.
+    """
+    middle = float(np.exp(np.mean(np.log(list(degrees)))))
+    level = shared(list(degrees.values()), parts)
+    if len(degrees) == 1 or not parts:
+        return Lines(parts, middle, level, np.zeros(len(parts)))
+    errors = [(tp / middle, _Error(rows, base, parts)) for tp, (rows, base) in degrees.items()]
+    pull = np.array([PARTS[name].pull for name in parts] + [_LEVEL] * len(parts))
+
+    def misses(theta: np.ndarray) -> np.ndarray:
+        middle_, rise = np.split(theta, 2)
+        return np.concatenate([*(error(_on_line(middle_, rise, ranks)) for ranks, error in errors), pull * theta])
+
+    steepest = np.array([0.0 if name in _EVEN else 1.0 for name in parts])
+    low, high = (np.log([getattr(PARTS[name], end) for name in parts]) for end in ("low", "high"))
+    low, high = np.concatenate([low, -_NO_RISE * np.ones(len(parts))]), np.concatenate([high, steepest + _NO_RISE])
+    start = np.clip(np.concatenate([level, 0.2 * steepest]), low + _NO_RISE / 2, high - _NO_RISE / 2)
+    found = least_squares(misses, start, bounds=(low, high), xtol=1e-5, ftol=1e-6, max_nfev=80).x
+    return Lines(parts, middle, *np.split(found, 2))
+
+
+def _on_line(level: np.ndarray, rise: np.ndarray, ranks: float) -> np.ndarray:
+    return np.asarray(level + np.log(np.maximum(1.0 + rise * (ranks - 1.0), _NO_RISE)))
 
 
 def vector(base: np.ndarray, parts: Parts, theta: np.ndarray) -> np.ndarray:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
 from planner.cost.base import BatchShape, CostModel
-from planner.cost.fit import fit_all, unprofiled, with_stages
+from planner.cost.fit import fit_all, fit_elsewhere, no_transfer, sampled_degrees, unprofiled, with_stages
+from planner.cost.transferred import Place
 from planner.errors import InputError
 from planner.lint.check import lines_of, sound_samples
 from planner.search.layouts import Kind, Rejected, efficient_budget, pipelines, rejected_or_blocks
@@ -50,11 +52,11 @@ def find_kinds(problem: Problem) -> Kinds:
     costs: list[CostModel] = []
     for gpu in problem.gpus.values():
         degrees = {tp: replace(cost, gpu=gpu.name) for tp, cost in _degrees(problem, gpu, rejected)}
-        costs += degrees.values()
         found = list(_kinds(problem, gpu, degrees, problem.search.max_pp, rejected))
         if not _complete(found):  # too large for that few stages: try more before giving up
             found += list(_kinds(problem, gpu, degrees, 16, rejected, above=problem.search.max_pp))
         kinds += found
+        costs += _shown(problem, gpu, degrees, found)
     if not _complete(kinds):
         raise InputError(problem.fault(_fits_nowhere(problem, rejected), "cluster"))
     saturation = {kind: saturation_rps(kind, problem.workload, problem.slos) for kind in kinds}
@@ -72,42 +74,108 @@ def _complete(kinds: list[Kind]) -> bool:
     return {"prefill", "decode"} <= (phases := {kind.phase for kind in kinds}) or "aggregated" in phases
 
 
+def _shown(problem: Problem, gpu: Gpu, degrees: dict[int, CostModel], kinds: list[Kind]) -> list[CostModel]:
+    """Return the cost models worth reporting: not those of degrees that nobody measured and where nothing fits."""
+    profile, used = problem.profile_of(gpu), {kind.layout.tp for kind in kinds}
+    return [cost for tp, cost in degrees.items() if profile is None or tp in profile.tps or tp in used]
+
+
+class _Source(NamedTuple):
+    """Where the latencies on a GPU type come from: its profile, one carried over from elsewhere, or (None) data sheets.
+
+    Of a profile only the sound rows; `left_out` has a line for the others.
+    """
+
+    profile: Profile | None = None
+    here: Place | None = None
+    """Where it was measured, if elsewhere."""
+    left_out: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, problem: Problem, gpu: Gpu) -> _Source:
+        """Return what the problem has for a GPU type."""
+        if (profile := problem.profile_of(gpu)) is not None:
+            profile, left_out = _sound(profile, problem.model, gpu)
+            return cls(profile, None, left_out)
+        if (carried := problem.carried_to(gpu)) is not None:
+            profile, left_out = _sound(carried.profile, carried.model, carried.gpu)
+            return cls(profile, Place.usual(carried.model, carried.gpu), left_out)
+        return cls()
+
+    @property
+    def measured(self) -> Profile | None:
+        """The profile, where it was measured on this GPU type."""
+        return self.profile if self.here is None else None
+
+
 def _degrees(problem: Problem, gpu: Gpu, rejected: list[Rejected]) -> Iterator[tuple[int, CostModel]]:
     """Yield the tensor-parallel degrees that are legal and of known cost, with their one-stage cost models."""
-    profile = problem.profile_of(gpu)
-    fitted = _fitted(problem, profile, gpu) if profile is not None else {}
-    unit = _largest_unit(problem, gpu)
+    source, unit = _Source.of(problem, gpu), _largest_unit(problem, gpu)
+    legal = []
     for tp in range(1, min(problem.search.max_tp, len(unit.gpus)) + 1):
-        if (fault := problem.model.tp_fault(tp)) is not None:
-            if tp & (tp - 1) == 0:  # nobody asks why TP7 is missing
-                rejected.append(Rejected("any", Layout(tp), gpu.name, fault))
-        elif profile is None:
-            yield tp, unprofiled(problem.model, gpu, tp, *_ring(problem, _tp_group(problem, unit, tp)))
-        elif tp not in profile.tps:
-            rejected.append(Rejected("any", Layout(tp), gpu.name, f"not measured in profile {profile.name}"))
-        elif not _joined(problem, _tp_group(problem, unit, tp)):
-            reason = f"profile {profile.name} measured NVLink, but here {tp} GPUs are not all joined by it"
-            rejected.append(Rejected("any", Layout(tp), gpu.name, reason))
-        else:
-            yield tp, fitted[tp]
-
-
-def _fitted(problem: Problem, profile: Profile, gpu: Gpu) -> dict[int, CostModel]:
-    """Return the cost models that a profile's sound rows give, by degree. Raises InputError at the profile's line."""
-    try:
-        return fit_sound(profile, problem.model, gpu)
-    except InputError as error:
-        raise InputError([problem.fault(fault.message, "profiles") for fault in error.faults]) from None
+        if (fault := _fault(problem, source.measured, unit, tp)) is None:
+            legal.append(tp)
+        elif tp & (tp - 1) == 0:  # nobody asks why TP7 is missing
+            rejected.append(Rejected("any", Layout(tp), gpu.name, fault))
+    yield from _costs(problem, gpu, source, legal).items()
 
 
 def fit_sound(profile: Profile, model: ModelSpec, gpu: Gpu) -> dict[int, CostModel]:
     """Return the cost models that a profile's sound rows give, by degree, with what was left out. Raises InputError."""
+    profile, left_out = _sound(profile, model, gpu)
+    return {tp: replace(cost, notes=(*cost.notes, *left_out)) for tp, cost in fit_all(profile, model, gpu).items()}
+
+
+def _sound(profile: Profile, model: ModelSpec, gpu: Gpu) -> tuple[Profile, tuple[str, ...]]:
+    """Return the profile's sound rows, and a line for what was left out."""
     samples, findings = sound_samples(profile, model, gpu)
     if profile.samples and samples:  # with none left, the fit says what is wrong with all of them
         profile = profile.model_copy(update={"samples": Samples.of(samples)})
-    left_out = tuple(lines_of(findings))
-    costs = fit_all(profile, model, gpu)
-    return {tp: replace(cost, notes=(*cost.notes, *left_out)) for tp, cost in costs.items()}
+    return profile, tuple(lines_of(findings))
+
+
+def _fault(problem: Problem, profile: Profile | None, unit: Unit, tp: int) -> str | None:
+    """Return why there is no instance of this degree, or None."""
+    if (fault := problem.model.tp_fault(tp)) is not None:
+        return fault
+    if profile is None:
+        return None
+    if (reason := _unmeasured(problem, profile, tp)) is not None:
+        return reason
+    if not _joined(problem, _tp_group(problem, unit, tp)):
+        return f"profile {profile.name} measured NVLink, but here {tp} GPUs are not all joined by it"
+    return None
+
+
+def _unmeasured(problem: Problem, profile: Profile, tp: int) -> str | None:
+    """Return why a profile without this degree is of no use for it, or None.
+
+    A search picks what looks best, so an estimate beyond the measurements wins by its error too: only on request.
+    """
+    if tp in profile.tps:
+        return None
+    if not (sampled := sampled_degrees(profile)):
+        return no_transfer(profile, tp)
+    if problem.search.extrapolate or min(sampled) < tp < max(sampled):
+        return None
+    known = f"TP{min(sampled)} to TP{max(sampled)}" if len(sampled) > 1 else f"TP{min(sampled)}"
+    return f"outside of what profile {profile.name} measured ({known}); search: {{extrapolate: true}} estimates it"
+
+
+def _costs(problem: Problem, gpu: Gpu, source: _Source, tps: list[int]) -> dict[int, CostModel]:
+    """Return the cost model of each degree. Raises InputError at the profile's line."""
+    model, unit, profile = problem.model, _largest_unit(problem, gpu), source.profile
+    rings = {tp: _ring(problem, _tp_group(problem, unit, tp)) for tp in tps}
+    try:
+        if profile is None:
+            return {tp: unprofiled(model, gpu, tp, *rings[tp]) for tp in tps}
+        if source.here is None:
+            costs = fit_all(profile, model, gpu, tps)
+        else:
+            costs = fit_elsewhere(profile, source.here, {tp: Place(model, gpu, rings[tp][0]) for tp in tps})
+        return {tp: replace(cost, notes=(*cost.notes, *source.left_out)) for tp, cost in costs.items()}
+    except InputError as error:
+        raise InputError([problem.fault(fault.message, "profiles") for fault in error.faults]) from None
 
 
 def _largest_unit(problem: Problem, gpu: Gpu) -> Unit:

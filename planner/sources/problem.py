@@ -13,14 +13,27 @@ from planner.sources.hf_config import read_model
 from planner.sources.profiles import read_profile
 from planner.sources.workloads import read_workload
 from planner.specs.base import Document, dump_json, load, load_preset, preset_names, resolve, validate
+from planner.specs.cluster import find_gpu
 from planner.specs.engine import Engine
 from planner.specs.gpu import Gpu
 from planner.specs.model import ModelSpec
-from planner.specs.problem import Compared, Objective, ProblemSpec, Search
+from planner.specs.problem import CarryOver, Compared, Objective, ProblemSpec, Search
 from planner.specs.profile import Profile
 from planner.specs.slo import Slo
 from planner.specs.topology import Topology, read_cluster
 from planner.specs.workload import Workload
+
+CARRY = "carry_over"
+_WAY_OUT = "; to estimate from it all the same, write {carry_over: ...} in its place"
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A profile of another GPU or model to carry over, and what it measured."""
+
+    profile: Profile
+    model: ModelSpec
+    gpu: Gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +56,8 @@ class Problem:
     """sha256 of each input, so that a plan can be traced to what it was made from."""
     document: Document = field(repr=False, compare=False)
     """Where all this stands, for the line of what turns out wrong later."""
+    carried: tuple[Carried, ...] = ()
+    """Profiles of other GPUs or models, for GPU types without one of their own."""
 
     @property
     def gpus(self) -> dict[str, Gpu]:
@@ -72,6 +87,10 @@ class Problem:
         """Return the profile measured on this GPU type, if any."""
         return next((profile for profile in self.profiles if gpu.is_called(profile.gpu)), None)
 
+    def carried_to(self, gpu: Gpu) -> Carried | None:
+        """Return what to carry over to a GPU type without a profile: its own GPU's before another's, then as listed."""
+        return min(self.carried, key=lambda one: not gpu.is_called(one.profile.gpu), default=None)
+
 
 def read_problem(path: str | Path) -> Problem:
     """Return the problem in a file. Raises InputError with a line for every mistake."""
@@ -98,6 +117,7 @@ def problem_of(document: Document) -> Problem:
     if faults:
         raise InputError(faults)
     profiles = part(lambda d: _profiles(d, model, topology))
+    carried = part(lambda d: _carried(d, model, topology, profiles or ()))
     workload = part(lambda d: _limited(d, workload, model))
     rate_rps = spec.rate_rps or (workload and workload.spec.rate_rps)
     objective = spec.objective or ("min_gpus" if rate_rps else "max_goodput")
@@ -112,7 +132,7 @@ def problem_of(document: Document) -> Problem:
             repr([(node.name, node.gpu, node.indices) for node in topology.nodes] + list(topology.links))
         ),
         "workload": workload.digest,
-        **{f"profile {profile.name}": profile.digest for profile in profiles},
+        **{f"profile {profile.name}": profile.digest for profile in (*profiles, *(one.profile for one in carried))},
     }
     return Problem(
         spec.name or Path(document.file).stem,
@@ -129,6 +149,7 @@ def problem_of(document: Document) -> Problem:
         spec.seed,
         digests,
         document,
+        carried,
     )
 
 
@@ -199,10 +220,11 @@ def _profiles(document: Document, model: ModelSpec, topology: Topology) -> tuple
         return tuple(p for p in shipped if model.is_called(p.model) and any(gpu.is_called(p.gpu) for gpu in gpus))
     if not asked:
         raise InputError(document.fault("expected at least one profile; none plans from data sheets alone", "profiles"))
-    several = isinstance(asked, list)
     found: list[Profile] = []
     faults: list[Fault] = []
-    for place in [document.at("profiles", i) for i in range(len(asked))] if several else [document.at("profiles")]:
+    for place in _listed(document):
+        if _is_carried(place):
+            continue
         try:
             profile = read_profile(resolve("profiles", place))
         except InputError as error:
@@ -215,14 +237,79 @@ def _profiles(document: Document, model: ModelSpec, topology: Topology) -> tuple
     return tuple(found)
 
 
+def _listed(document: Document) -> list[Document]:
+    """Return the entries of `profiles`, one by one."""
+    asked = document.data.get("profiles", "auto")
+    if isinstance(asked, list):
+        return [document.at("profiles", i) for i in range(len(asked))]
+    return [] if asked in ("auto", "none") else [document.at("profiles")]
+
+
+def _is_carried(place: Document) -> bool:
+    return isinstance(place.data, dict) and CARRY in place.data
+
+
+def _carried(
+    document: Document, model: ModelSpec, topology: Topology, profiles: tuple[Profile, ...]
+) -> tuple[Carried, ...]:
+    """Return the profiles that the problem asks to carry over, to the GPU types that `profiles` leave without one."""
+    gpus = [node.gpu for node in topology.nodes]
+    bare = [gpu for gpu in gpus if not any(gpu.is_called(profile.gpu) for profile in profiles)]
+    found: list[Carried] = []
+    faults: list[Fault] = []
+    for place in filter(_is_carried, _listed(document)):
+        try:
+            one = _one_carried(place, model, gpus)
+        except InputError as error:
+            faults.extend(error.faults)
+            continue
+        if any(gpu.is_called(one.profile.gpu) for gpu in bare) and model.is_called(one.profile.model):
+            faults.append(place.fault(f"profile {one.profile.name} is of this model and GPU: name it alone", CARRY))
+        if not bare:
+            faults.append(place.fault("every GPU type here has a profile of its own; leave this one out"))
+        found.append(one)
+    if faults:
+        raise InputError(faults)
+    return tuple(found)
+
+
+def _one_carried(place: Document, model: ModelSpec, gpus: list[Gpu]) -> Carried:
+    """Return one profile to carry over, with the model and GPU that it measured."""
+    spec = validate(CarryOver, place)
+    profile = read_profile(resolve("profiles", place.at(CARRY)))
+    if spec.model is not None:
+        measured: ModelSpec | None = read_model(resolve("models", place.at("model")))
+    else:
+        measured = model if model.is_called(profile.model) else _model_preset(profile.model)
+    gpu = find_gpu(profile.gpu, gpus)
+    if measured is None:
+        way_out = "give it beside carry_over, as model: FILE"
+        raise InputError(place.fault(f"profile {profile.name} measured {profile.model}, which is no preset; {way_out}"))
+    if not measured.is_called(profile.model):
+        raise InputError(
+            place.fault(f"profile {profile.name} measured {profile.model}, but model is {measured.name}", "model")
+        )
+    if gpu is None:
+        way_out = "define it under gpus of the cluster"
+        raise InputError(place.fault(f"profile {profile.name} measured {profile.gpu}, which is not known; {way_out}"))
+    return Carried(profile, measured, gpu)
+
+
+def _model_preset(name: str) -> ModelSpec | None:
+    """Return the shipped model of this name or alias."""
+    documents = (load_preset("models", preset) for preset in preset_names("models"))
+    models = (read_model(document) for document in documents if document is not None)
+    return next((model for model in models if model.is_called(name)), None)
+
+
 def _profile_mistakes(profile: Profile, others: list[Profile], model: ModelSpec, gpus: list[Gpu]) -> Iterator[str]:
     """Yield why a profile cannot be used here."""
     if not model.is_called(profile.model):
-        yield f"profile {profile.name} measured {profile.model}, but the model here is {model.name}"
+        yield f"profile {profile.name} measured {profile.model}, but the model here is {model.name}{_WAY_OUT}"
     gpu = next((gpu for gpu in gpus if gpu.is_called(profile.gpu)), None)
     if gpu is None:
         types = ", ".join(sorted({gpu.name for gpu in gpus}))
-        yield f"profile {profile.name} measured {profile.gpu}, which is not in this cluster ({types})"
+        yield f"profile {profile.name} measured {profile.gpu}, which is not in this cluster ({types}){_WAY_OUT}"
     elif any(gpu.is_called(other.gpu) for other in others):
         yield f"a second profile of {gpu.name}; give one per GPU type"
 

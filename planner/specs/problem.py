@@ -22,6 +22,8 @@ class Search(Spec):
     max_tp: Annotated[int, Field(strict=True, ge=1, le=1024)] = 8
     max_pp: Annotated[int, Field(strict=True, ge=1, le=64)] = 2
     """Pipeline stages of one instance at most; a model too large for that many is tried with more."""
+    extrapolate: Annotated[bool, Field(strict=True)] = False
+    """Also consider tensor-parallel degrees below or above all that a profile measured. Those in between always are."""
     requests: Annotated[int, Field(strict=True, ge=200, le=1_000_000)] = 6000
     """Requests of a simulation that ranks candidates, at the rate that the cluster could serve at best."""
     replay_requests: Annotated[int, Field(strict=True, ge=200, le=5_000_000)] = 50_000
@@ -59,14 +61,25 @@ class Compared(Spec):
         return self
 
 
+class CarryOver(Spec):
+    """A profile of another GPU or another model, served by the same engine, to estimate latencies from."""
+
+    carry_over: Reference
+    """For GPU types without a profile of their own; of several, one of the same GPU is taken first."""
+    model: Reference | None = None
+    """The model that was measured, where it is no preset."""
+
+
 class ProblemSpec(Spec):
     """The problem file."""
 
     name: Name | None = None
     model: Reference
     cluster: Reference
-    profiles: Reference | list[Reference] = "auto"
-    """Measured profiles; `auto`: every shipped one of this model and these GPUs; `none`: data sheets only."""
+    profiles: Reference | CarryOver | list[Reference | CarryOver] = "auto"
+    """Measured profiles; `auto`: every shipped one of this model and these GPUs; `none`: data sheets only.
+
+    `{carry_over: PROFILE}` estimates from a profile of another GPU or model, where there is none of this one."""
     workload: Reference
     slo: dict[str, Any] | list[dict[str, Any]]
     objective: Objective | None = None
