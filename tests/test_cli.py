@@ -52,10 +52,12 @@ for _tp, _ttft_s, _tpot_s in ((1, 5.2, 0.014), (2, 2.75, 0.009), (4, 1.5, 0.007)
 
 
 def started(*arguments: str, folder: Path, **more) -> subprocess.Popen:
-    """Start a real process."""
+    """Start a real process that heeds SIGINT, even where a shell put this one in the background with it ignored."""
     command = [sys.executable, "-m", "planner", *arguments]
     environment = os.environ | {"COLUMNS": "100"} | more.pop("env", {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
+    if os.name == "posix":
+        pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, cwd=folder, text=True, env=environment, **pipes)
 
 
