@@ -178,12 +178,24 @@ Examples:
   planner simulate deployment.yaml --workload azure-conversation --rate 8
 
   planner simulate deployment.yaml --workload my-trace.yaml --rate 8 --records requests.csv
+
+  planner simulate deployment.yaml --workload sharegpt --concurrency 64
+
+  planner simulate deployment.yaml --workload sharegpt --concurrency max
 """,
 )
 def simulate_command(
     deployment: Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help="A deployment.yaml.", show_default=False)],
     workload: Annotated[str, typer.Option("--workload", "-w", help="A preset's name or a workload file.")],
     rate: Annotated[float | None, typer.Option(help="Requests per second; by default the workload's own.")] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|max",
+            help="A closed loop: so many clients, each sends its next request when its last has ended; max finds "
+            "the most that keep the SLO.",
+        ),
+    ] = None,
     duration: Annotated[float, typer.Option(help="Simulated seconds.")] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Luck of arrivals and lengths.")] = 0,
     records: Annotated[Path | None, typer.Option("--records", help="Write one CSV line per request here.")] = None,
@@ -195,11 +207,16 @@ def simulate_command(
 
     if records is not None:
         check_output(records, deployment)
-    from planner.what_if import records_csv, simulate_deployment, summary, summary_table
+    from planner.what_if import records_csv, simulate_concurrency, simulate_deployment, summary, summary_table
 
+    if concurrency is not None and rate is not None:
+        raise InputError("--rate and --concurrency exclude each other: clients send as fast as they are answered")
     spec = read_deployment(load(deployment))
     with _progress(quiet) as step:
-        outcome = simulate_deployment(spec, workload, rate, duration, seed, step)
+        if concurrency is not None:
+            outcome = simulate_concurrency(spec, workload, concurrency, duration, seed, step)
+        else:
+            outcome = simulate_deployment(spec, workload, rate, duration, seed, step)
     if records is not None:
         write_text(records, records_csv(outcome))
     if json:

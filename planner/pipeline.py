@@ -58,6 +58,12 @@ class Plan:
         return "disaggregated" if self.chosen is self.disaggregated else "aggregated"
 
 
+_NO_RATE = (
+    "a closed loop (arrivals: closed) sends only as fast as it is answered, so there is no rate to plan for; plan with "
+    "arrivals: poisson, then see the plan under the clients: planner simulate DEPLOYMENT --workload FILE"
+)
+
+
 def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     """Return the plan that serves the problem's workload best, proven in simulation.
 
@@ -65,6 +71,8 @@ def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     (or not at the load asked for).
     """
     started_s = time.process_time()
+    if problem.workload.clients is not None:
+        raise InputError(problem.fault(_NO_RATE, "workload"))
 
     # 1. profile -> cost models -> every legal instance, and why the others are not
     progress("fitting cost models")

@@ -20,7 +20,7 @@ from planner.cost.kernel import FAMILY, LINEAR, MEASURED, ROOFLINE, SIZE, iterat
 from planner.policies import decode, prefill, routing
 from planner.simulator.cluster import Instance, KvPath, Limits, System
 from planner.specs.layout import Layout, Phase
-from planner.specs.workload import Requests, make_requests
+from planner.specs.workload import Clients, Requests, make_requests
 
 admits, admits_whole = decode.admits.py_func, decode.admits_whole.py_func
 joins_batch, joins_padded_batch, chunk_tokens = (
@@ -229,12 +229,16 @@ def fair_rates(shares: list[dict[int, float]], capacity: list[float]) -> list[fl
 class Reference:
     """The cluster. `run()` plays the requests to the end; read the results off `jobs` and `boxes`."""
 
-    def __init__(self, system: System, requests: Requests) -> None:
+    def __init__(self, system: System, requests: Requests, clients: Clients | None = None) -> None:
         self.system = system
         self.block_tokens = system.instances[0].limits.block_tokens
         self.boxes = [Box(i, spec, self.block_tokens) for i, spec in enumerate(system.instances)]
         rows = zip(requests.arrival_s, requests.prompt_tokens, requests.output_tokens, strict=True)
         self.jobs = [Job(float(t), int(n), int(out)) for t, n, out in rows]
+        self.clients = clients
+        for job in self.jobs if clients is not None else ():
+            job.arrival_s = inf
+        self.sends_s = [] if clients is None else self._starts_s(clients)
         self.events: list[tuple[float, int, str, object]] = []
         self.step_ends: list[tuple[float, int, Box, Lane]] = []
         self.flows: list[Flow] = []
@@ -254,6 +258,8 @@ class Reference:
     def run(self) -> Reference:
         waiting = list(self.jobs)
         while True:
+            if self.clients is not None and waiting:
+                waiting[0].arrival_s = min(self.sends_s, default=inf)
             flow_s = min((self._end_s(flow) for flow in self.flows), default=inf)
             event_s = min(self.events, key=lambda e: e[:2])[0] if self.events else inf
             step_s = min(self.step_ends, key=lambda e: e[:2])[0] if self.step_ends else inf
@@ -272,7 +278,20 @@ class Reference:
                 self.step_ends.remove(step)
                 self._step_done(step[2], step[3], now_s)
             else:
+                if self.clients is not None:
+                    self.sends_s.remove(now_s)
                 self._arrive(waiting.pop(0), now_s)
+
+    # ---- a closed loop: `sends_s` are the times at which some client will send what is then the next request
+
+    def _starts_s(self, clients: Clients) -> list[float]:
+        starts = [clients.ramp_s / clients.count * k for k in range(clients.count)]
+        return [start for start in starts if start < clients.until_s]
+
+    def _ended(self, now_s: float) -> None:
+        """A request has ended, or was refused: its client thinks, then sends the next one."""
+        if self.clients is not None and now_s + self.clients.think_s < self.clients.until_s:
+            self.sends_s.append(now_s + self.clients.think_s)
 
     def _schedule(self, time_s: float, what: str, who: object) -> None:
         self.events.append((time_s, self.serial, what, who))
@@ -292,6 +311,7 @@ class Reference:
             scores.append(work_left_s(now_s, busy_until_s, box.queued_s()))
         i = pick_least(scores, allowed, self.last_entry)
         if i < 0:
+            self._ended(now_s)
             return
         self.last_entry = job.prefill_at = i
         box = self.boxes[i]
@@ -342,6 +362,7 @@ class Reference:
             if job.output == 1:
                 del box.held[job]
                 job.first_step_s = job.finish_s = now_s
+                self._ended(now_s)
             else:
                 self._send_to_decode(job, box, now_s)
         self._start_prefill(box, now_s)
@@ -511,6 +532,7 @@ class Reference:
             lane.running.remove(job)
             del box.held[job]
             job.finish_s = now_s
+            self._ended(now_s)
 
     def _grow(self, box: Box, lane: Lane) -> None:
         def missing() -> list[Job]:
@@ -544,6 +566,7 @@ class Reference:
             else:
                 del box.held[job]
                 job.finish_s = now_s
+                self._ended(now_s)
 
     # ---- mixed steps of an aggregated instance, planned one request after the other as the engine does
 
@@ -713,3 +736,9 @@ def random_requests(r: Random, most: int = 60) -> Requests:
     prompts = [r.randint(1, LONGEST_PROMPT) for _ in arrivals]
     outputs = [r.choice([1, 2, r.randint(1, LONGEST_OUTPUT)]) for _ in arrivals]
     return make_requests(np.array(arrivals), np.array(prompts), np.array(outputs))
+
+
+def random_clients(r: Random) -> Clients:
+    """Return 1 to 12 clients, some of which think, start one by one, or stop early."""
+    think_s, ramp_s = r.choice([0.0, 0.0, r.uniform(0, 0.5)]), r.choice([0.0, 0.0, r.uniform(0, 1)])
+    return Clients(r.randint(1, 12), think_s, ramp_s, r.choice([inf, r.uniform(0.1, 5)]))

@@ -8,7 +8,7 @@ its blocks run short, swaps out the newest request (an aggregated instance recom
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from planner.simulator.instance import (
     finish,
     finish_step,
     join_lane,
+    release,
     start_prefill,
     start_step,
     take_blocks,
@@ -53,7 +54,7 @@ from planner.simulator.state import (
 )
 from planner.specs.layout import Phase
 from planner.specs.slo import Slo
-from planner.specs.workload import Requests
+from planner.specs.workload import Clients, Requests
 
 _PHASE = {"prefill": PREFILL, "decode": DECODE, "aggregated": AGGREGATED}
 
@@ -166,6 +167,11 @@ class Run:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(gaps > 0, (self.finish_s - self.first_token_s) / np.where(gaps > 0, gaps, 1), np.nan)
 
+    def first(self, count: int) -> Run:
+        """Return the run of its first `count` requests; figures per instance and link stay those of all."""
+        trail = {name: getattr(self, name)[:count] for name in ("first_token_s", *_TRAIL)}
+        return replace(self, requests=self.requests.take(np.arange(count)), **trail)
+
 
 def simulate(
     system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: float = 0.0, stop_when_missed: bool = False
@@ -178,6 +184,20 @@ def simulate(
     world = _world(system, requests, slos, warmup_s, stop_when_missed)
     events = _run(world)
     return _result(system, world, requests, events)
+
+
+def simulate_clients(system: System, requests: Requests, slos: tuple[Slo, ...], clients: Clients) -> Run:
+    """Return what happens when `clients` send `requests`, in order, each its next one when its last has ended.
+
+    Their arrival times are not read: they follow from the run, and requests that were never sent are left out. A
+    refused request ends at once.
+    """
+    world = _world(system, replace(requests, arrival_s=clients.starts_s(len(requests))), slos, 0.0, False)
+    world.scalar["timed"] = min(clients.count, len(requests))
+    world.scalar["think_s"], world.scalar["until_s"] = clients.think_s, clients.until_s
+    events = _run(world)
+    run = _result(system, world, replace(requests, arrival_s=world.request["arrival_s"]), events)
+    return run.first(int(np.isfinite(run.requests.arrival_s).sum()))
 
 
 # ---- the event loop
@@ -229,8 +249,10 @@ def _lost(w):
 def _step_done(w, lane, now_s, horizon_s):
     """Finish the step of a lane that ends now, and start its next one. Nothing but steps happens before the horizon."""
     i = w.lane[lane].instance
-    # the end of a step elsewhere concerns this lane only through shared stages, or by letting a waiting pull begin
-    if w.scalar[0].steps > 0 and (w.instance[i].stages > 1 or w.scalar[0].waiting_pulls > 0):
+    # the end of a step elsewhere concerns this lane only through shared stages, by letting a waiting pull begin, or
+    # when it ends a request and so lets a client send its next one
+    concerns = w.instance[i].stages > 1 or w.scalar[0].waiting_pulls > 0 or w.scalar[0].until_s > now_s
+    if w.scalar[0].steps > 0 and concerns:
         horizon_s = min(horizon_s, w.step[0].time_s)
     if w.instance[i].phase == AGGREGATED and w.instance[i].prompts_first == 0:
         go_on(w, lane, now_s, horizon_s)
@@ -281,6 +303,7 @@ def _arrive(w, r, now_s):
     i = pick_least(w.choice[0], w.choice[1], w.scalar[0].last_entry)
     if i < 0:
         check_ttft(w, r, np.inf)  # nobody can ever hold it: refused
+        release(w, now_s)
         return
     w.scalar[0].last_entry = i
     it, me = w.request[r], w.instance[i]

@@ -428,6 +428,29 @@ def _take_prompts(w, i, lane, now_s):
     return prefills, prefills * longest, float(prefills) * longest * longest
 
 
+# ---- clients in a closed loop
+
+
+@inlined
+def release(w, now_s):
+    """Let the client whose request ends now send the next one, after its pause. Under an open load there is none.
+
+    Times stay in order: while clients still start one by one, the new time may belong before some of theirs, and the
+    requests, whose order is fixed, hand the later times on (the last one's is lost when no request is left for it).
+    """
+    at, sent_s = w.scalar[0].timed, now_s + w.scalar[0].think_s
+    if sent_s >= w.scalar[0].until_s:
+        return
+    count = len(w.request)
+    w.scalar[0].timed = min(at + 1, count)
+    while at > 0 and w.request[at - 1].arrival_s > sent_s:
+        if at < count:
+            w.request[at].arrival_s = w.request[at - 1].arrival_s
+        at -= 1
+    if at < count:
+        w.request[at].arrival_s = sent_s
+
+
 # ---- the verdict on one request
 
 
@@ -452,6 +475,8 @@ def finish(w, r, now_s):
     it = w.request[r]
     goal = w.goal[it.slo_class]
     it.finish_s = now_s
+    if w.scalar[0].until_s > now_s:
+        release(w, now_s)
     if it.output < 2:
         return
     if goal.inclusive != 0:

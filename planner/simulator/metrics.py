@@ -107,6 +107,24 @@ def _terms(run: Run) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
+class Throughput:
+    """What was answered per second."""
+
+    requests_per_s: float
+    attaining_requests_per_s: float
+    """Of those, the ones that met their SLO."""
+    output_tokens_per_s: float
+
+
+def throughput(run: Run, slos: tuple[Slo, ...], start_s: float, end_s: float) -> Throughput:
+    """Return what was answered per second from `start_s` to `end_s`: a request counts when its last token comes."""
+    answered = (run.finish_s >= start_s) & (run.finish_s < end_s)
+    tokens = int(run.requests.output_tokens[answered].sum())
+    counts = int(answered.sum()), int((answered & attained(run, slos)).sum()), tokens
+    return Throughput(*(count / (end_s - start_s) for count in counts))
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How loaded some instances were."""
 

@@ -122,6 +122,10 @@ SCALAR = np.dtype(
         ("settled_s", "f8"),
         ("last_entry", "i8"),
         ("last_decode", "i8"),
+        # clients in a closed loop: requests that have a time so far, the pause, and when they stop (0: an open load)
+        ("timed", "i8"),
+        ("think_s", "f8"),
+        ("until_s", "f8"),
         ("pulls_in_loop", "i8"),
         ("pull_s", "f8"),
         ("pull_s_per_token", "f8"),

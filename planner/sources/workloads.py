@@ -51,7 +51,7 @@ def _mismatches(spec: WorkloadSpec, document: Document) -> Iterator[Fault]:
     if not fixed and not spec.file:
         yield document.fault(f"is required with source: {spec.source}", "file")
     if untimed and spec.process == "trace":
-        way_out = "use poisson, gamma or constant"
+        way_out = "use poisson, gamma, constant or closed"
         yield document.fault(f"source: {spec.source} has no arrival times; {way_out}", "arrivals")
     if spec.process == "gamma" and spec.cv is None:
         yield document.fault("is required with arrivals: gamma (1 is Poisson, more is burstier)", "cv")
@@ -59,7 +59,23 @@ def _mismatches(spec: WorkloadSpec, document: Document) -> Iterator[Fault]:
         yield document.fault(f"is only used with arrivals: gamma, not with {spec.process}", "cv")
     if spec.process != "trace" and "block_s" in spec.model_fields_set:
         yield document.fault(f"is only used with arrivals: trace, not with {spec.process}", "block_s")
+    yield from _loop_mismatches(spec, document)
     yield from _slice_mismatches(spec, document)
+
+
+def _loop_mismatches(spec: WorkloadSpec, document: Document) -> Iterator[Fault]:
+    """Yield what a closed loop lacks, or what only one can have."""
+    if spec.process == "closed":
+        if spec.concurrency is None:
+            yield document.fault("is required with arrivals: closed (how many clients)", "concurrency")
+        if spec.rate_rps is not None:
+            yield document.fault(
+                "is not used with arrivals: closed, where the rate follows from the answers", "rate_rps"
+            )
+        return
+    for key in ("concurrency", "think_s", "ramp_s"):
+        if key in spec.model_fields_set:
+            yield document.fault(f"is only used with arrivals: closed, not with {spec.process}", key)
 
 
 def _slice_mismatches(spec: WorkloadSpec, document: Document) -> Iterator[Fault]:

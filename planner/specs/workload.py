@@ -21,7 +21,7 @@ from planner.specs.base import Spec
 from planner.specs.units import Count, Name, RequestsPerSecond, Seconds, SecondsOrZero
 
 SourceName = Literal["azure", "mooncake", "burstgpt", "lengths", "fixed", "trace"]
-ArrivalProcess = Literal["trace", "poisson", "gamma", "constant"]
+ArrivalProcess = Literal["trace", "poisson", "gamma", "constant", "closed"]
 OnBadRow = Literal["reject", "skip"]
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -57,6 +57,12 @@ class WorkloadSpec(Spec):
     arrivals: ArrivalProcess | None = None
     cv: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
     """Coefficient of variation of the gaps, for gamma arrivals; 1 is Poisson, more is burstier."""
+    concurrency: Count | None = None
+    """Clients of a closed loop (arrivals: closed): each sends its next request when its last one has ended."""
+    think_s: SecondsOrZero = 0.0
+    """Pause of a client of a closed loop between the end of a request and the next one."""
+    ramp_s: SecondsOrZero = 0.0
+    """Time over which the clients of a closed loop start, evenly; 0: all at once."""
     prompt_tokens: Count | None = None
     output_tokens: Count | None = None
     rate_rps: RequestsPerSecond | None = None
@@ -73,6 +79,29 @@ class WorkloadSpec(Spec):
     def process(self) -> ArrivalProcess:
         """How requests arrive, with the default filled in."""
         return self.arrivals or ("poisson" if self.source in UNTIMED else "trace")
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """A closed loop: so many clients, each of which sends its next request when its last one has ended.
+
+    The rate follows from how fast the answers come: clients = requests/s x (latency + think time), Little's law.
+    """
+
+    count: int
+    think_s: float = 0.0
+    """Pause between the end of a request and the client's next one."""
+    ramp_s: float = 0.0
+    """The clients start evenly over this time; 0: all at once."""
+    until_s: float = np.inf
+    """From then on nobody sends; what is under way still ends."""
+
+    def starts_s(self, requests: int) -> FloatArray:
+        """Return when each of so many requests is sent, as far as it is known ahead: inf beyond the clients' first."""
+        times = np.full(requests, np.inf)
+        first = np.arange(min(self.count, requests)) * (self.ramp_s / self.count)
+        times[: len(first)] = np.where(first < self.until_s, first, np.inf)
+        return times
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +160,12 @@ class Workload:
     read_notes: tuple[str, ...]
     digest: str
     """sha256 of the data file, or of the numbers where there is no file."""
+
+    @property
+    def clients(self) -> Clients | None:
+        """The closed loop that sends it; None where requests arrive on their own (an open load)."""
+        spec = self.spec
+        return Clients(spec.concurrency, spec.think_s, spec.ramp_s) if spec.concurrency is not None else None
 
     @property
     def timed(self) -> bool:
@@ -227,9 +262,11 @@ class Workload:
         Equal seeds give the same sequence of lengths and relative gaps at every rate. For trace arrivals,
         seed 0 starts with the trace itself and every other stretch is made of pieces of it (see
         `_trace_times`). With `prefix_blocks`, a row that is played again gets block ids of its own: a repeat
-        made by us is no cache hit. Raises InputError for a rate or duration that is not a positive number, or
-        for too many requests.
+        made by us is no cache hit. Raises InputError for a rate or duration that is not a positive number, for
+        too many requests, or for a closed loop, which has no rate (see `draw`).
         """
+        if self.clients is not None:
+            raise InputError(f"workload {self.name} is a closed loop, which has no rate; simulate it with its clients")
         length = _length(rate_rps, duration_s, seed)
         if self.spec.process == "trace":
             times, rows = _trace_times(self, length, seed)
@@ -237,6 +274,15 @@ class Workload:
             times, rows = _process_times(self.spec, len(self.table), length, seed)
         blocks = _replayed_blocks(self.table.prefix_blocks, rows) if prefix_blocks else None
         return make_requests(times / rate_rps, self.table.prompt_tokens[rows], self.table.output_tokens[rows], blocks)
+
+    def draw(self, count: int, seed: int) -> Requests:
+        """Return `count` requests in the order in which a closed loop sends them; their arrivals are not known yet.
+
+        Lengths are drawn from the table with repeats, as for an arrival process; more of them begin alike.
+        """
+        rows = _drawn_rows(_streams(seed)[1], len(self.table), count)
+        unknown = np.full(count, np.inf)
+        return make_requests(unknown, self.table.prompt_tokens[rows], self.table.output_tokens[rows])
 
 
 def make_workload(name: str, spec: WorkloadSpec, base: Requests, notes: tuple[str, ...], digest: str) -> Workload:
@@ -373,7 +419,12 @@ def _process_times(
         times = _renewals(lambda count: times_stream.standard_gamma(shape, count) / shape, length)
     else:
         times = _renewals(times_stream.standard_exponential, length)
-    return times, (lengths_stream.random(len(times)) * table_rows).astype(np.intp)
+    return times, _drawn_rows(lengths_stream, table_rows, len(times))
+
+
+def _drawn_rows(stream: np.random.Generator, table_rows: int, count: int) -> NDArray[np.intp]:
+    """Return `count` rows of the table, drawn with repeats."""
+    return (stream.random(count) * table_rows).astype(np.intp)
 
 
 def _renewals(draw_gaps: Callable[[int], FloatArray], length: float) -> FloatArray:
