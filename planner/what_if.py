@@ -193,7 +193,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     return {
         "rate_rps": outcome.rate_rps,
         "requests": len(outcome.run.requests),
-        "clients": clients and {"count": clients.count, "think_s": clients.think_s, "ramp_s": clients.ramp_s},
+        "clients": clients and {name: getattr(clients, name) for name in ("count", "think_s", "cv", "ramp_s")},
         "throughput": asdict(outcome.throughput),
         "attainment": dict(zip(names, shares, strict=True)),
         "missed_more": binding,

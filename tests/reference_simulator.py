@@ -239,6 +239,7 @@ class Reference:
         for job in self.jobs if clients is not None else ():
             job.arrival_s = inf
         self.sends_s = [] if clients is None else self._starts_s(clients)
+        self.pauses_s = dict(zip(self.jobs, clients.pauses_s(len(self.jobs)).tolist(), strict=True)) if clients else {}
         self.events: list[tuple[float, int, str, object]] = []
         self.step_ends: list[tuple[float, int, Box, Lane]] = []
         self.flows: list[Flow] = []
@@ -288,10 +289,10 @@ class Reference:
         starts = [clients.ramp_s / clients.count * k for k in range(clients.count)]
         return [start for start in starts if start < clients.until_s]
 
-    def _ended(self, now_s: float) -> None:
+    def _ended(self, job: Job, now_s: float) -> None:
         """A request has ended, or was refused: its client thinks, then sends the next one."""
-        if self.clients is not None and now_s + self.clients.think_s < self.clients.until_s:
-            self.sends_s.append(now_s + self.clients.think_s)
+        if self.clients is not None and now_s + self.pauses_s[job] < self.clients.until_s:
+            self.sends_s.append(now_s + self.pauses_s[job])
 
     def _schedule(self, time_s: float, what: str, who: object) -> None:
         self.events.append((time_s, self.serial, what, who))
@@ -311,7 +312,7 @@ class Reference:
             scores.append(work_left_s(now_s, busy_until_s, box.queued_s()))
         i = pick_least(scores, allowed, self.last_entry)
         if i < 0:
-            self._ended(now_s)
+            self._ended(job, now_s)
             return
         self.last_entry = job.prefill_at = i
         box = self.boxes[i]
@@ -362,7 +363,7 @@ class Reference:
             if job.output == 1:
                 del box.held[job]
                 job.first_step_s = job.finish_s = now_s
-                self._ended(now_s)
+                self._ended(job, now_s)
             else:
                 self._send_to_decode(job, box, now_s)
         self._start_prefill(box, now_s)
@@ -532,7 +533,7 @@ class Reference:
             lane.running.remove(job)
             del box.held[job]
             job.finish_s = now_s
-            self._ended(now_s)
+            self._ended(job, now_s)
 
     def _grow(self, box: Box, lane: Lane) -> None:
         def missing() -> list[Job]:
@@ -566,7 +567,7 @@ class Reference:
             else:
                 del box.held[job]
                 job.finish_s = now_s
-                self._ended(now_s)
+                self._ended(job, now_s)
 
     # ---- mixed steps of an aggregated instance, planned one request after the other as the engine does
 
@@ -741,4 +742,4 @@ def random_requests(r: Random, most: int = 60) -> Requests:
 def random_clients(r: Random) -> Clients:
     """Return 1 to 12 clients, some of which think, start one by one, or stop early."""
     think_s, ramp_s = r.choice([0.0, 0.0, r.uniform(0, 0.5)]), r.choice([0.0, 0.0, r.uniform(0, 1)])
-    return Clients(r.randint(1, 12), think_s, ramp_s, r.choice([inf, r.uniform(0.1, 5)]))
+    return Clients(r.randint(1, 12), think_s, ramp_s, r.choice([inf, r.uniform(0.1, 5)]), r.choice([0.0, 1.0]))

@@ -42,7 +42,8 @@ class ClosedLoop:
         while True:
             count = min(count, trial.most_requests)
             requests = classify(trial.workload.draw(count, trial.seed), trial.slos, trial.seed)
-            run = simulate_clients(system, requests, trial.slos, replace(self.clients, until_s=until_s))
+            clients = replace(self.clients, until_s=until_s, seed=trial.seed)
+            run = simulate_clients(system, requests, trial.slos, clients)
             sent = run.requests.arrival_s
             trial.tally[0] += 1
             trial.tally[1] += len(sent)

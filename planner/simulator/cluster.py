@@ -194,7 +194,8 @@ def simulate_clients(system: System, requests: Requests, slos: tuple[Slo, ...], 
     """
     world = _world(system, replace(requests, arrival_s=clients.starts_s(len(requests))), slos, 0.0, False)
     world.scalar["timed"] = min(clients.count, len(requests))
-    world.scalar["think_s"], world.scalar["until_s"] = clients.think_s, clients.until_s
+    world.scalar["until_s"] = clients.until_s
+    world.request["pause_s"] = clients.pauses_s(len(requests))
     events = _run(world)
     run = _result(system, world, replace(requests, arrival_s=world.request["arrival_s"]), events)
     return run.first(int(np.isfinite(run.requests.arrival_s).sum()))
@@ -303,7 +304,7 @@ def _arrive(w, r, now_s):
     i = pick_least(w.choice[0], w.choice[1], w.scalar[0].last_entry)
     if i < 0:
         check_ttft(w, r, np.inf)  # nobody can ever hold it: refused
-        release(w, now_s)
+        release(w, r, now_s)
         return
     w.scalar[0].last_entry = i
     it, me = w.request[r], w.instance[i]

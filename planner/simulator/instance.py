@@ -432,13 +432,13 @@ def _take_prompts(w, i, lane, now_s):
 
 
 @inlined
-def release(w, now_s):
-    """Let the client whose request ends now send the next one, after its pause. Under an open load there is none.
+def release(w, r, now_s):
+    """Let the client whose request `r` ends now send the next one, after its pause. Under an open load there is none.
 
     Times stay in order: while clients still start one by one, the new time may belong before some of theirs, and the
     requests, whose order is fixed, hand the later times on (the last one's is lost when no request is left for it).
     """
-    at, sent_s = w.scalar[0].timed, now_s + w.scalar[0].think_s
+    at, sent_s = w.scalar[0].timed, now_s + w.request[r].pause_s
     if sent_s >= w.scalar[0].until_s:
         return
     count = len(w.request)
@@ -476,7 +476,7 @@ def finish(w, r, now_s):
     goal = w.goal[it.slo_class]
     it.finish_s = now_s
     if w.scalar[0].until_s > now_s:
-        release(w, now_s)
+        release(w, r, now_s)
     if it.output < 2:
         return
     if goal.inclusive != 0:

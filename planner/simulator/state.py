@@ -77,6 +77,7 @@ REQUEST = np.dtype(
         ("output", "i8"),
         ("slo_class", "i8"),
         ("counted", "i8"),
+        ("pause_s", "f8"),
         # when things happened to it
         ("prefill_start_s", "f8"),
         ("prefill_end_s", "f8"),
@@ -122,9 +123,8 @@ SCALAR = np.dtype(
         ("settled_s", "f8"),
         ("last_entry", "i8"),
         ("last_decode", "i8"),
-        # clients in a closed loop: requests that have a time so far, the pause, and when they stop (0: an open load)
+        # clients in a closed loop: requests that have a time so far, and when nobody sends any more (0: an open load)
         ("timed", "i8"),
-        ("think_s", "f8"),
         ("until_s", "f8"),
         ("pulls_in_loop", "i8"),
         ("pull_s", "f8"),

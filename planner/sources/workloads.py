@@ -55,8 +55,8 @@ def _mismatches(spec: WorkloadSpec, document: Document) -> Iterator[Fault]:
         yield document.fault(f"source: {spec.source} has no arrival times; {way_out}", "arrivals")
     if spec.process == "gamma" and spec.cv is None:
         yield document.fault("is required with arrivals: gamma (1 is Poisson, more is burstier)", "cv")
-    if spec.process != "gamma" and spec.cv is not None:
-        yield document.fault(f"is only used with arrivals: gamma, not with {spec.process}", "cv")
+    if spec.process not in ("gamma", "closed") and spec.cv is not None:
+        yield document.fault(f"is only used with arrivals: gamma or closed, not with {spec.process}", "cv")
     if spec.process != "trace" and "block_s" in spec.model_fields_set:
         yield document.fault(f"is only used with arrivals: trace, not with {spec.process}", "block_s")
     yield from _loop_mismatches(spec, document)
@@ -68,6 +68,8 @@ def _loop_mismatches(spec: WorkloadSpec, document: Document) -> Iterator[Fault]:
     if spec.process == "closed":
         if spec.concurrency is None:
             yield document.fault("is required with arrivals: closed (how many clients)", "concurrency")
+        if spec.cv is not None and spec.think_s == 0:
+            yield document.fault("is the variation of the pauses, and there are none; give think_s", "cv")
         if spec.rate_rps is not None:
             yield document.fault(
                 "is not used with arrivals: closed, where the rate follows from the answers", "rate_rps"

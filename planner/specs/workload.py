@@ -56,11 +56,13 @@ class WorkloadSpec(Spec):
     file: str | None = None
     arrivals: ArrivalProcess | None = None
     cv: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
-    """Coefficient of variation of the gaps, for gamma arrivals; 1 is Poisson, more is burstier."""
+    """Coefficient of variation of the gaps, for gamma arrivals; 1 is Poisson, more is burstier.
+
+    In a closed loop that of the pauses: equal ones by default."""
     concurrency: Count | None = None
     """Clients of a closed loop (arrivals: closed): each sends its next request when its last one has ended."""
     think_s: SecondsOrZero = 0.0
-    """Pause of a client of a closed loop between the end of a request and the next one."""
+    """Mean pause of a client of a closed loop between the end of a request and the next one."""
     ramp_s: SecondsOrZero = 0.0
     """Time over which the clients of a closed loop start, evenly; 0: all at once."""
     prompt_tokens: Count | None = None
@@ -90,11 +92,15 @@ class Clients:
 
     count: int
     think_s: float = 0.0
-    """Pause between the end of a request and the client's next one."""
+    """Mean pause between the end of a request and the client's next one."""
     ramp_s: float = 0.0
     """The clients start evenly over this time; 0: all at once."""
     until_s: float = np.inf
     """From then on nobody sends; what is under way still ends."""
+    cv: float = 0.0
+    """Coefficient of variation of the pauses (gamma distributed): 0 equal, 1 exponential."""
+    seed: int = 0
+    """Luck of the pauses."""
 
     def starts_s(self, requests: int) -> FloatArray:
         """Return when each of so many requests is sent, as far as it is known ahead: inf beyond the clients' first."""
@@ -102,6 +108,14 @@ class Clients:
         first = np.arange(min(self.count, requests)) * (self.ramp_s / self.count)
         times[: len(first)] = np.where(first < self.until_s, first, np.inf)
         return times
+
+    def pauses_s(self, requests: int) -> FloatArray:
+        """Return the pause after each of so many requests; more of them begin alike."""
+        if self.cv == 0.0:
+            return np.full(requests, self.think_s)
+        shape = 1.0 / self.cv**2
+        stream = np.random.default_rng(np.random.SeedSequence(self.seed).spawn(3)[2])  # not that of times or lengths
+        return stream.standard_gamma(shape, requests) * (self.think_s / shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +179,9 @@ class Workload:
     def clients(self) -> Clients | None:
         """The closed loop that sends it; None where requests arrive on their own (an open load)."""
         spec = self.spec
-        return Clients(spec.concurrency, spec.think_s, spec.ramp_s) if spec.concurrency is not None else None
+        if spec.concurrency is None:
+            return None
+        return Clients(spec.concurrency, spec.think_s, spec.ramp_s, cv=spec.cv or 0.0)
 
     @property
     def timed(self) -> bool:
