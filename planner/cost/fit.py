@@ -25,7 +25,7 @@ from planner.specs.layout import Layout
 from planner.specs.model import ModelSpec
 from planner.specs.profile import Coefficients, Profile, Sample
 
-UNPROFILED_ERROR = TermError(median=0.32, p95=0.64, worst=0.74, settings=0, rms=0.37)
+UNPROFILED_ERROR = TermError(median=0.25, p95=0.65, worst=0.75, settings=0, rms=0.35)
 """How far that roofline is off where it can be checked: 173 settings of Llama-2-70B on A100 and H100
 at TP 2, 4 and 8 (Splitwise) and of Llama-3.1-8B on H200 (Dynamo). An engine of 2023 at TP8 is off the most.
 `settings` is 0: none of them is of the GPU and model at hand."""
@@ -124,7 +124,7 @@ class _Physics:
     def linear_terms(self, tp: int) -> dict[str, tuple[int, float, str]]:
         """Return place in the LINEAR vector, value and derivation of each term that physics can give."""
         p, gpu = self.typical(tp), self.gpu
-        compute = f"{physics.COMPUTE_EFFICIENCY:g} of the peak FLOP rate"
+        compute = f"{physics.COMPUTE_EFFICIENCY:g} of the peak FLOP rate, plus norms and gates"
         return {
             "prefill tokens": (2, p[4], f"matrix FLOP at {compute}"),
             "prefill attention": (3, p[5], f"attention FLOP at {physics.ATTENTION_EFFICIENCY:g} of the peak"),
@@ -132,8 +132,8 @@ class _Physics:
             "decode KV read": (
                 6,
                 p[10],
-                f"{p[10] * gpu.memory_bytes_per_s * physics.KV_EFFICIENCY:,.0f} B per token and rank at "
-                f"{physics.KV_EFFICIENCY:g} of {gpu.memory_bytes_per_s / 1e9:,.0f} GB/s",
+                f"{p[10] * gpu.memory_bytes_per_s * physics.kv_efficiency(self.model):,.0f} B per token and rank at "
+                f"{physics.kv_efficiency(self.model):g} of {gpu.memory_bytes_per_s / 1e9:,.0f} GB/s",
             ),
         }
 

@@ -12,7 +12,7 @@ import numpy as np
 from planner.cost import kernel
 from planner.specs.gpu import Gpu
 from planner.specs.layout import Layout
-from planner.specs.model import ModelSpec
+from planner.specs.model import DTYPE_BYTES, ModelSpec
 
 COMPUTE_EFFICIENCY = 0.65
 """Share of the dense peak in a prefill's matrices. DistServe's raw OPT fits reach 272/202/182 of 312 TFLOP/s
@@ -24,20 +24,29 @@ STREAM_EFFICIENCY = 0.8
 a Llama-2-70B layer at TP4 on H100, one token, at 159 us for 428 MB: 2.7 of 3.35 TB/s. DistServe's decode
 constants, with the overhead of a step inside, stream OPT-66B at 1.35 of 2.04 TB/s."""
 
-KV_EFFICIENCY = 0.6
-"""Share of the memory bandwidth when paged KV blocks are read. DistServe's decode coefficients per context
-token (OSDI '24 artifact, OPT-13B and 66B, A100-80GB) amount to 1.1 to 1.35 of 2.04 TB/s."""
+KV_EFFICIENCY, NARROW_KV_EFFICIENCY = 0.8, 0.6
+"""Share of the memory bandwidth when paged KV blocks are read, of two bytes per value and of one. A start-up
+and a rate, fitted to the decode attention of vLLM 0.24 (FlashAttention-3) on H200, give 0.79 to 0.85 and 0.57
+to 0.60, whatever the heads (aiconfigurator's tables). Kernels of 2023 reached 0.55 to 0.65 (DistServe's
+coefficients)."""
 
-ATTENTION_EFFICIENCY = 0.4
-"""Share of the dense peak in causal attention over a prompt: FlashAttention-2 reports 0.5 to 0.73 on A100
-(arXiv 2307.08691) and FlashAttention-3 finds 0.35 for it on H100 (arXiv 2407.08608)."""
+ATTENTION_EFFICIENCY = 0.55
+"""Share of the dense peak in causal attention over a prompt: 0.44 to 0.60 from 2k to 8k tokens in the same
+tables; FlashAttention-2 reports 0.5 to 0.73 on A100 (arXiv 2307.08691)."""
 
 LINK_EFFICIENCY = 0.6
-"""Share of the line rate in a large all-reduce: Vidur's tables give bus rates of 104 to 174 of 300 GB/s on a
-DGX A100 and 210 to 365 of 450 GB/s on a DGX H100, for 13 to 67 MB."""
+"""Share of the line rate in an all-reduce. A start-up and a rate, fitted to the custom kernels of vLLM up to
+270 MB, give bus rates of 175 to 179 of 300 GB/s on A100 and of 251 to 363 of 450 GB/s on H100 and H200
+(aiconfigurator's tables); Vidur's give 104 to 174 and 210 to 365, for 13 to 67 MB."""
 
-COLLECTIVE_S = 15e-6
-"""Start-up of one all-reduce: 14 to 21 us below 128 kB on 8 H100 (APEX tables); custom kernels take less."""
+COLLECTIVE_S = 5e-6
+"""Start-up of one all-reduce: 4.3 to 6.3 us in those fits. NCCL takes 14 to 21 us on 8 H100 (APEX tables), but
+since 2024 engines bring kernels of their own where the GPUs reach each other's memory."""
+
+NORM_PASSES, PROJECTION_PASSES, MLP_PASSES = 10, 3, 5
+"""How often a token's values go through memory between a layer's matrix products: around its two norms and
+residuals and out of its two sharded products (times the hidden size), through the rotary embedding (times
+queries, keys and values), and in and out of the gate (times the MLP's width). Counted, not fitted."""
 
 STEP_S = 1.3e-3
 """Host work of one step that does not overlap (schedule, gather inputs, read tokens back): what is left of
@@ -68,10 +77,30 @@ def peak_flop_per_s(model: ModelSpec, gpu: Gpu) -> float:
     return gpu.fp8_flop_per_s if model.compute_bits == 8 and gpu.fp8_flop_per_s else gpu.fp16_flop_per_s
 
 
-def kv_read_s(model: ModelSpec, gpu: Gpu, tp: int, efficiency: float = KV_EFFICIENCY) -> float:
+def kv_read_s(model: ModelSpec, gpu: Gpu, tp: int) -> float:
     """Return the time [s] to read one KV token: its bytes on a rank over the usable bandwidth."""
     per_token = sum(model.stage_kv_bytes(Layout(tp), REFERENCE_TOKENS)) / REFERENCE_TOKENS
-    return per_token / (efficiency * gpu.memory_bytes_per_s)
+    return per_token / (kv_efficiency(model) * gpu.memory_bytes_per_s)
+
+
+def kv_efficiency(model: ModelSpec) -> float:
+    """Return the share of the memory bandwidth at which the model's KV is read."""
+    return NARROW_KV_EFFICIENCY if DTYPE_BYTES[model.kv_dtype or model.dtype] < 2 else KV_EFFICIENCY
+
+
+def between_products_s(model: ModelSpec, gpu: Gpu, tp: int) -> float:
+    """Return the time [s] per token of what runs between the matrix products: norms, residuals, rotary, gate.
+
+    It streams activations, so narrower weights do not shorten it, and the norms of a tensor-parallel rank run over
+    the whole hidden state.
+    """
+    heads = (model.heads + 2 * model.kv_heads) * (model.head_dim or model.hidden_size // model.heads)
+    mlp = model.intermediate_size or 0
+    if model.moe is not None:
+        mlp = model.moe.experts_per_token * model.moe.intermediate_size + model.moe.shared_width
+    values = NORM_PASSES * model.hidden_size + (PROJECTION_PASSES * heads + MLP_PASSES * mlp) / tp
+    value_bytes = model.activation_bytes_per_token / model.hidden_size
+    return model.layers * values * value_bytes / (gpu.memory_bytes_per_s * STREAM_EFFICIENCY)
 
 
 def typical(model: ModelSpec, gpu: Gpu, tp: int) -> np.ndarray:
@@ -83,6 +112,7 @@ def typical(model: ModelSpec, gpu: Gpu, tp: int) -> np.ndarray:
     p[kernel.FAMILY] = kernel.ROOFLINE
     p[1], p[2], p[3] = STEP_S, STEP_S + GRAPH_GAP_S * kernels, SHARPNESS
     p[4] = (model.matrix_flops_per_token - model.head_flops_per_token) / (flops * COMPUTE_EFFICIENCY)
+    p[4] += between_products_s(model, gpu, tp)
     p[5] = model.attention_flops(REFERENCE_TOKENS) / REFERENCE_TOKENS**2 / (flops * ATTENTION_EFFICIENCY)
     p[6] = SEQUENCE_S + model.head_flops_per_token / (flops * COMPUTE_EFFICIENCY)
     p[7], p[8] = model.shared_weight_bytes / stream, model.expert_weight_bytes / stream

@@ -22,7 +22,7 @@ from planner.specs.profile import Profile, Provenance, Sample, Samples
 from planner.specs.step_tables import StepTables
 
 # The same typical shares as in `cost.physics` (with their sources), which this package may not import.
-ATTENTION_EFFICIENCY, KV_EFFICIENCY, STREAM_EFFICIENCY = 0.4, 0.6, 0.8
+ATTENTION_EFFICIENCY, KV_EFFICIENCY, STREAM_EFFICIENCY = 0.55, 0.8, 0.8
 _POINTS = 24
 _CONTEXTS = (256, 1024, 4096)
 _LARGEST_BATCH = 512
