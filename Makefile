@@ -11,7 +11,7 @@ SOURCES := $(wildcard planner/compiled.py planner/cost/kernel.py planner/policie
 PROBLEM ?= examples/llama2-70b-h100.yaml
 OUT     ?= out
 
-.PHONY: help plan test test-all check bench md1 recorded held-out transfer-errors table format clean
+.PHONY: help plan test test-all check bench md1 recorded serving held-out transfer-errors table format clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1\t/' | expand -t 17
@@ -65,6 +65,10 @@ held-out: $(STAMPS)/base  ## Print how far predictions are off on measurements t
 
 transfer-errors: $(STAMPS)/base  ## Print how far off costs are that were carried over from other degrees, GPUs, models
 	@$(BIN)/python -m benchmarks.transfer_errors
+
+serving: $(STAMPS)/compiled  ## Predict measured serving runs and single measured points, print how far off
+	@$(BIN)/python -m benchmarks.measured_serving
+	@$(BIN)/python -m benchmarks.measured_points
 
 md1: $(STAMPS)/compiled  ## Print the simulated wait of a queue beside the M/D/1 formula
 	@$(BIN)/python -m benchmarks.md1
