@@ -104,7 +104,7 @@ def _lengths(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 def _first_s(kind: Kind, prompts: np.ndarray) -> np.ndarray:
     """Return the time [s] that each prompt takes alone."""
-    return np.array([kind.cost.iteration_s(BatchShape.prefill(prompt)) for prompt in prompts.tolist()])
+    return np.array([kind.cost.prompt_s(prompt, kind.limits.pipeline_tokens)[0] for prompt in prompts.tolist()])
 
 
 def _decode_s(kind: Kind, prompts: np.ndarray, outputs: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from planner.cost.fit import fit_report
 from planner.deploy import claim_of, deployment_of
 from planner.options import Option
 from planner.pipeline import Plan
+from planner.search.crossover import crossovers
 from planner.search.joint import Scored
 from planner.search.layouts import Kind, by_reason
 from planner.specs.slo import Slo
@@ -49,6 +50,19 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "rejected": [
             {"phase": r.phase, "tp": r.layout.tp, "pp": r.layout.pp, "gpu": r.gpu, "reason": r.reason}
             for r in plan.kinds.rejected
+        ],
+        "prefill_crossovers": [
+            {
+                "gpu": one.tensor.gpu,
+                "tensor": str(one.tensor.layout),
+                "pipeline": str(one.pipeline.layout),
+                "tensor_alone_s": one.tensor_s[0],
+                "pipeline_alone_s": one.pipeline_s[0],
+                "tensor_next_s": one.tensor_s[1],
+                "pipeline_next_s": one.pipeline_s[1],
+                "rate_rps": one.rate_rps,
+            }
+            for one in crossovers(plan.kinds.all_legal, round(plan.problem.workload.mean_prompt_tokens))
         ],
         "simulations": plan.trials.ranking.tally[0] + plan.trials.quoting.tally[0],
         "cpu_s": plan.cpu_s,
@@ -415,11 +429,23 @@ def _mixed_steps(plan: Plan) -> list[str]:
     return ["aggregated steps that mix prompt chunks with decodes follow a stated law; no profile measured one"]
 
 
+def _pipelines(plan: Plan) -> list[str]:
+    """Return from which rate on a prefill pipeline answers sooner than tensor parallelism on as many GPUs."""
+    tokens = round(plan.problem.workload.mean_prompt_tokens)
+    return [
+        f"prefill {one.pipeline.layout} instead of {one.tensor.layout}: a prompt of {tokens} tokens alone takes "
+        f"{show_seconds(one.pipeline_s[0])} instead of {show_seconds(one.tensor_s[0])}, but the next may follow after "
+        f"{show_seconds(one.pipeline_s[1])} instead of {show_seconds(one.tensor_s[1])}; it answers sooner from "
+        f"{_rps(one.rate_rps)} requests/s per instance on"
+        for one in crossovers(plan.kinds.all_legal, tokens)
+    ]
+
+
 def _notes(plan: Plan) -> Iterator[RenderableType]:
     from rich.text import Text
 
     yield Text("")
-    for note in (*_speed_up(plan), *_mixed_steps(plan), *plan.problem.notes):
+    for note in (*_speed_up(plan), *_mixed_steps(plan), *_pipelines(plan), *plan.problem.notes):
         yield Text(f"Note: {note}", style="dim")
     runs = plan.trials.ranking.tally[0] + plan.trials.quoting.tally[0]
     requests = plan.trials.ranking.tally[1] + plan.trials.quoting.tally[1]

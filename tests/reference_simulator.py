@@ -199,6 +199,27 @@ class Box:
         self.steps += 1
         return times
 
+    def iterate_in_chunks(self, now_s: float, prompts: list[int]) -> list[float]:
+        """Send a prefill batch through the stages in chunks; return when it starts and when it clears each stage."""
+        cost, tokens, size = self.spec.cost, sum(prompts), self.spec.limits.pipeline_tokens
+        attended = float(sum(n * n for n in prompts))
+        times = [max(now_s, self.stage_free_s[0])]
+        start_s = times[0]
+        for done in range(0, tokens, size):
+            upto = min(done + size, tokens)
+            share = (upto**2 - done**2) / tokens**2
+            whole_s = self.law_s(len(prompts) if upto == tokens else 0, upto - done, attended * share, 0, 0)
+            handoff_s = cost.handoff_s + cost.handoff_s_per_token * (upto - done)
+            times, taken = [start_s], []
+            for s, part in enumerate(cost.stage_share):
+                taken.append(whole_s * part + (handoff_s if s < len(cost.stage_share) - 1 else 0.0))
+                times.append(max(times[-1], self.stage_free_s[s]) + taken[-1])
+                self.stage_free_s[s] = times[-1]
+            self.busy_s += max(taken)
+            self.batch_s += max(taken) * len(prompts)
+            self.steps += 1
+        return times
+
 
 @dataclass(eq=False)
 class Flow:
@@ -346,7 +367,10 @@ class Reference:
             box.hold(job, box.blocks(job.prompt))
         if not batch:
             return
-        times = box.iterate(now_s, 0.0, [(job.prompt, 0) for job in batch], [])
+        if limits.pipeline_tokens and len(box.stage_free_s) > 1:
+            times = box.iterate_in_chunks(now_s, [job.prompt for job in batch])
+        else:
+            times = box.iterate(now_s, 0.0, [(job.prompt, 0) for job in batch], [])
         for job in batch:
             job.prefill_start_s = times[0]
         self._schedule(times[-1], "_prefilled", (box, batch))

@@ -105,6 +105,26 @@ class CostModel:
         tokens = shape.tokens + shape.decodes
         return float(sum(self.stages_s(shape))) if tokens else 0.0
 
+    def prompt_s(self, tokens: int, chunk_tokens: int = 0) -> tuple[float, float]:
+        """Return how long a prompt alone takes, and for how long it keeps the busiest stage [s].
+
+        In chunks of `chunk_tokens` (0: whole) its stages work on it at the same time: with equal ones it takes
+        (chunks + stages - 1) times what a stage needs for one, not its time over the stages, and the next prompt may
+        follow after `chunks` of them.
+        """
+        size = chunk_tokens if chunk_tokens and len(self.stage_share) > 1 else tokens
+        free_s = [0.0] * len(self.stage_share)
+        busy_s = [0.0] * len(self.stage_share)
+        for done in range(0, tokens, size):
+            new = min(size, tokens - done)
+            last = done + new == tokens
+            shape = BatchShape(int(last), new, float(new) ** 2 + 2.0 * new * done)
+            at_s = 0.0
+            for stage, stage_s in enumerate(self.stages_s(shape)):
+                at_s = free_s[stage] = max(at_s, free_s[stage]) + stage_s
+                busy_s[stage] += stage_s
+        return free_s[-1], max(busy_s)
+
     def stages_s(self, shape: BatchShape) -> list[float]:
         """Return the time [s] that each pipeline stage is busy with the iteration."""
         whole = float(iteration_s(self.parameters, *shape))

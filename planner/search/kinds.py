@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost.base import BatchShape, CostModel
+from planner.cost.base import CostModel
 from planner.cost.fit import fit_all, fit_elsewhere, no_transfer, sampled_degrees, unprofiled, with_stages
 from planner.cost.transferred import Place
 from planner.errors import InputError
@@ -243,6 +243,9 @@ def _if_legal(
 ) -> Iterator[Kind]:
     """Yield the kind if it is legal, else note why not."""
     engine, layout = problem.engine, cost.layout
+    if phase == "decode" and layout.pp > 1 and not engine.decode_pp:
+        rejected.append(Rejected(phase, layout, gpu.name, "this engine decodes without pipeline stages (decode_pp)"))
+        return
     held = longest if phase != "prefill" else int(problem.workload.table.prompt_tokens.max())
     unit_gpus = len(_largest_unit(problem, gpu).gpus)
     verdict = rejected_or_blocks(problem.model, gpu, layout, engine, max_tokens, held, unit_gpus)
@@ -257,7 +260,9 @@ def _if_legal(
     batch = engine.max_prefill_batch if phase == "prefill" else engine.max_batch
     if phase == "aggregated":
         batch = min(batch, max_tokens)  # each running request needs a token of the step's budget; vLLM insists
-    yield Kind(phase, layout, gpu.name, cost, Limits(batch, max_tokens, verdict, engine.block_tokens, swap))  # type: ignore[arg-type]
+    chunk = engine.pipeline_tokens or 0 if phase == "prefill" and layout.pp > 1 else 0
+    limits = Limits(batch, max_tokens, verdict, engine.block_tokens, swap, pipeline_tokens=chunk)
+    yield Kind(phase, layout, gpu.name, cost, limits)  # type: ignore[arg-type]
 
 
 def _worthwhile(
@@ -285,7 +290,7 @@ def _hopeless(problem: Problem, kind: Kind, saturation_rps: float) -> str:
         return "not even one request alone meets the TPOT bound"
     loosest_s, share = max(slo.ttft_s for slo in problem.slos), min(slo.attainment for slo in problem.slos)
     prompt = int(np.percentile(problem.workload.table.prompt_tokens, share * 100, method="inverted_cdf"))
-    alone_s = kind.cost.iteration_s(BatchShape.prefill(prompt))
+    alone_s, _ = kind.cost.prompt_s(prompt, kind.limits.pipeline_tokens)
     if kind.phase == "decode" or alone_s <= loosest_s:
         return ""
     return (

@@ -41,11 +41,23 @@ def _prefill_rps(kind: Kind, workload: Workload) -> float:
     """Batches are full at best: a prompt of n tokens takes n / budget of a full batch of its like."""
     prompts, _ = _lengths(workload)
     budget = kind.limits.max_tokens
+    chunk = kind.limits.pipeline_tokens
     work_s = []
     for n in prompts.tolist():
         full = BatchShape(prefills=max(budget // n, 1), tokens=max(budget, n), attended=float(max(budget, n)) * n)
-        work_s.append(min(n / budget, 1.0) * max(kind.cost.stages_s(full)))
+        busy_s = _in_chunks_s(kind, full, chunk) if chunk else max(kind.cost.stages_s(full))
+        work_s.append(min(n / budget, 1.0) * busy_s)
     return 1.0 / float(np.mean(work_s))
+
+
+def _in_chunks_s(kind: Kind, full: BatchShape, chunk: int) -> float:
+    """Return for how long a batch that passes the stages in chunks keeps the busiest one [s], at least.
+
+    Chunks that are cut evenly share all that is dear in a batch; its last one holds the end of every prompt.
+    """
+    chunks = -(-full.tokens // chunk)
+    one = full._replace(prefills=0, tokens=full.tokens // chunks, attended=full.attended / chunks)
+    return chunks * max(kind.cost.stages_s(one))
 
 
 def _decode_rps(kind: Kind, workload: Workload, slos: Sequence[Slo]) -> float:

@@ -73,6 +73,8 @@ class Limits:
     """Between this instance's GPUs and host memory, all ranks together."""
     plans_ahead: bool = True
     """An aggregated instance of one stage plans a step while another one runs (vLLM's asynchronous scheduling)."""
+    pipeline_tokens: int = 0
+    """A prefill batch passes pipeline stages in chunks of so many tokens, one behind the other; 0: whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +460,7 @@ def _instances(system: System, path: np.ndarray) -> np.ndarray:
         row["handoff_s_per_token"] = instance.cost.handoff_s_per_token
         row["max_batch"], row["max_tokens"], row["blocks"] = limits.max_batch, limits.max_tokens, limits.kv_blocks
         row["prompts_first"], row["max_padding"] = instance.max_padding is not None, instance.max_padding or 0
+        row["pipeline_tokens"] = limits.pipeline_tokens
         row["swap_s_per_block"] = block_bytes / limits.swap_bytes_per_s
         row["entry"] = float(instance.phase != "decode")
         row["depth"] = 2 if limits.plans_ahead and stages == 1 else 1

@@ -113,6 +113,36 @@ def pass_pipeline(w, i, now_s, extra_s, prefills, tokens, attended, decodes, con
     return start_s, first_end_s, at_s
 
 
+@inlined
+def _pass_in_chunks(w, i, now_s, count, tokens, attended):
+    """Send a prefill batch through the stages chunk by chunk (chunked pipeline parallelism, Mooncake, section 5.1).
+
+    A chunk attends to all before it, so its share of `attended` grows: exact for one prompt, and for several the same
+    in all. Return when the batch starts, clears stage 0, and ends.
+    """
+    me = w.instance[i]
+    start_s = max(now_s, w.stage[i, 0].free_s)
+    done, end_s, count_at_last = 0, start_s, count
+    while done < tokens:
+        size = min(me.pipeline_tokens, tokens - done)
+        upto = done + size
+        share = (float(upto) * upto - float(done) * done) / (float(tokens) * tokens)
+        count = count_at_last if upto == tokens else 0
+        chunk_s = iteration_s(w.law[i], count, size, attended * share, 0, 0)
+        handoff_s = me.handoff_s + me.handoff_s_per_token * size
+        at_s, longest_s = start_s, 0.0
+        for s in range(me.stages):
+            stage_s = chunk_s * w.stage[i, s].share + (handoff_s if s + 1 < me.stages else 0.0)
+            at_s = max(at_s, w.stage[i, s].free_s) + stage_s
+            w.stage[i, s].free_s = at_s
+            longest_s = max(longest_s, stage_s)
+        me.busy_s += longest_s
+        me.batch_s += longest_s * count_at_last
+        me.steps += 1
+        done, end_s = upto, at_s
+    return start_s, w.stage[i, 0].free_s, end_s
+
+
 # ---- prefill instances
 
 
@@ -140,7 +170,10 @@ def start_prefill(w, i, now_s):
         last = r
         count, tokens, attended = count + 1, tokens + prompt, attended + float(prompt) * prompt
     if count > 0:
-        start_s, first_end_s, end_s = pass_pipeline(w, i, now_s, 0.0, count, tokens, attended, 0, 0)
+        if me.stages > 1 and me.pipeline_tokens > 0:
+            start_s, first_end_s, end_s = _pass_in_chunks(w, i, now_s, count, tokens, attended)
+        else:
+            start_s, first_end_s, end_s = pass_pipeline(w, i, now_s, 0.0, count, tokens, attended, 0, 0)
         r = first
         while r >= 0:
             w.request[r].prefill_start_s = start_s

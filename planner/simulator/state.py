@@ -25,6 +25,7 @@ INSTANCE = np.dtype(
         ("max_tokens", "i8"),
         ("prompts_first", "i8"),
         ("max_padding", "i8"),
+        ("pipeline_tokens", "i8"),
         ("blocks", "i8"),
         ("swap_s_per_block", "f8"),
         ("entry", "f8"),

@@ -43,6 +43,7 @@ class LimitsSpec(Spec):
     swap_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     plans_ahead: bool = True
     """An aggregated instance plans a step while another one runs (asynchronous scheduling)."""
+    pipeline_tokens: CountOrZero = 0
 
 
 class CostSpec(Spec):

@@ -23,6 +23,11 @@ class Engine(Spec):
     """Prompts in one prefill batch."""
     prefill_tokens: Tokens | None = None
     """Token budget of a prefill batch; by default the smallest that nearly saturates the GPU (DistServe's L_m)."""
+    decode_pp: bool = True
+    """False for an engine whose decode side, split from prefill, has no pipeline stages."""
+    pipeline_tokens: Tokens | None = None
+    """Prompts pass the stages of a prefill instance in chunks of so many tokens, one behind the other (chunked pipeline
+    parallelism), for engines that do so; by default a batch passes whole."""
     chunk_tokens: Annotated[tuple[Tokens, ...], Field(min_length=1)] = (128, 256, 512, 1024, 2048)
     """Token budgets per step to try for the aggregated alternative (chunked prefill)."""
     memory_fraction: Share = 0.9
