@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.cost.base import CostModel
 from planner.cost.fit import fit_report
+from planner.cost.transfer import FALLBACK_BYTES_PER_S, Route
 from planner.deploy import claim_of, deployment_of
 from planner.options import Option
 from planner.pipeline import Plan
@@ -51,6 +52,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             {"phase": r.phase, "tp": r.layout.tp, "pp": r.layout.pp, "gpu": r.gpu, "reason": r.reason}
             for r in plan.kinds.rejected
         ],
+        "kv_transfer": _transfer_json(plan),
         "prefill_crossovers": [
             {
                 "gpu": one.tensor.gpu,
@@ -66,6 +68,20 @@ def to_json(plan: Plan) -> dict[str, Any]:
         ],
         "simulations": plan.trials.ranking.tally[0] + plan.trials.quoting.tally[0],
         "cpu_s": plan.cpu_s,
+    }
+
+
+def _transfer_json(plan: Plan) -> dict[str, Any] | None:
+    """Return what the slowest hand-off of a mean prompt takes: as planned, and where an unverified path falls back."""
+    way, size, topology = _slowest_route(plan), plan.problem.kv_bytes_per_request, plan.problem.topology
+    if way is None:
+        return None
+    verified = way.is_verified(topology)
+    return {
+        "bytes": size,
+        "planned_s": way.alone_s(size, topology),
+        "verified": verified,
+        "fallen_back_s": None if verified else way.fallen_back_s(size),
     }
 
 
@@ -441,11 +457,32 @@ def _pipelines(plan: Plan) -> list[str]:
     ]
 
 
+def _slowest_route(plan: Plan) -> Route | None:
+    """Return the route on which the disaggregated way moves a mean prompt's KV most slowly, if there is one."""
+    routes = plan.disaggregated.placed.routes.values() if plan.disaggregated is not None else ()
+    size, topology = plan.problem.kv_bytes_per_request, plan.problem.topology
+    return max(routes, key=lambda way: way.alone_s(size, topology), default=None)
+
+
+def _unverified(plan: Plan) -> list[str]:
+    """Return what the hand-off takes at the planned speed and at worst, where nobody has verified the path."""
+    way, size, topology = _slowest_route(plan), plan.problem.kv_bytes_per_request, plan.problem.topology
+    if way is None or way.is_verified(topology):
+        return []
+    bounds = "/".join(show_seconds(slo.ttft_s) for slo in plan.problem.slos)
+    return [
+        f"the KV of a mean prompt ({show_bytes(size)}) moves in {show_seconds(way.alone_s(size, topology))} at the "
+        f"planned {way.bytes_per_s(topology) / 1e9:.3g} GB/s, but that path is unverified: where it fell back to TCP, "
+        f"{FALLBACK_BYTES_PER_S / 1e9:g} GB/s were left (vllm#52607), and it would take "
+        f"{show_seconds(way.fallen_back_s(size))} of a TTFT bound of {bounds}; measure it and give `efficiency`"
+    ]
+
+
 def _notes(plan: Plan) -> Iterator[RenderableType]:
     from rich.text import Text
 
     yield Text("")
-    for note in (*_speed_up(plan), *_mixed_steps(plan), *_pipelines(plan), *plan.problem.notes):
+    for note in (*_speed_up(plan), *_mixed_steps(plan), *_pipelines(plan), *_unverified(plan), *plan.problem.notes):
         yield Text(f"Note: {note}", style="dim")
     runs = plan.trials.ranking.tally[0] + plan.trials.quoting.tally[0]
     requests = plan.trials.ranking.tally[1] + plan.trials.quoting.tally[1]

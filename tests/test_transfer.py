@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from planner.cost.transfer import Route, TransferCost, route
 from planner.errors import InputError
+from planner.report import _notes, to_json
 from planner.specs.base import load_preset, parse
 from planner.specs.topology import GpuId, Topology, read_cluster
+from tests.planning import fixed, slo, solved
 
 CASE = Path(__file__).parent / "cases" / "55-kv-transfer-bandwidth-table"
 
@@ -61,6 +63,43 @@ def test_a_prompt_moves_in_13_ms_at_49_gb_s_and_in_1_3_s_at_half_a_gb_s():
     assert times[0.5] == pytest.approx(1.311, rel=0.01)  # 0.65536 / 0.5
     left_s = (request["slo"]["ttft_ms"] - request["prefill_ms"]) / 1e3
     assert times[49] < left_s < times[0.5]
+
+
+def unverified_pair(**network: object) -> dict:
+    """Two nodes of one H100; 66.2 GB/s of RoCE, of which 0.74 are planned with: 49 GB/s."""
+    nics = {"count": 1, "bytes_per_s": "66.22GB/s", "kind": "roce"}
+    pcie = {"pcie": 1.0}
+    return {"name": "pair", "nodes": [{"name": "n", "count": 2, "gpu": "h100-80gb", "gpus": 1, "nics": nics}],
+            "efficiency": {**pcie, **network}}  # fmt: skip
+
+
+def case_55(**network: object) -> dict:
+    """The request of case 55: 5000 tokens of 131,072 B each, as Llama-3.1-8B has them, within 400 ms."""
+    load = {"model": "llama3.1-8b", "cluster": unverified_pair(**network), "workload": fixed(5000, 20)}
+    return {**load, "slo": slo("400ms", "40ms"), "engine": {"max_batch": 64}}
+
+
+def test_a_plan_over_an_unverified_path_shows_what_it_would_take_at_both_speeds():
+    """Case 55.1: 13 ms at 49 GB/s, which meets 400 ms, and 1.3 s at 0.5 GB/s, which does not."""
+    found = solved(**case_55())
+    (note,) = [str(note) for note in _notes(found) if "that path is unverified" in str(note)]
+    assert "(655 MB) moves in 1" in note and "it would take 1.31 s of a TTFT bound of 400 ms" in note
+    told = to_json(found)["kv_transfer"]
+    assert told["bytes"] == 655_360_000 and told["verified"] is False
+    assert told["planned_s"] == pytest.approx(0.0135, rel=0.02)
+    assert told["planned_s"] < 0.4 < told["fallen_back_s"] == pytest.approx(1.311, rel=0.01)
+
+
+def test_a_plan_on_assumed_speeds_says_which_share_of_the_line_rate_it_takes():
+    """Case 55.2."""
+    notes = [str(note) for note in _notes(solved(**case_55()))]
+    assert any("roce: 74% of the nominal speed is assumed" in note for note in notes)
+
+
+def test_a_measured_path_needs_no_second_figure():
+    found = solved(**case_55(roce=0.7))
+    assert not any("unverified" in str(note) for note in _notes(found))
+    assert to_json(found)["kv_transfer"]["fallen_back_s"] is None and to_json(found)["kv_transfer"]["verified"]
 
 
 def test_posting_small_pieces_explains_the_9_gb_s_that_were_measured():

@@ -17,6 +17,10 @@ from planner.errors import InputError
 from planner.specs.layout import split_layers
 from planner.specs.topology import GpuId, Topology
 
+FALLBACK_BYTES_PER_S = 0.5e9
+"""What is left of a path whose direct way turns out not to work: a pull within a node that fell back to TCP
+(vllm#52607; 0.36 GB/s in dynamo#1314, 0.26 over sockets in Mooncake#6)."""
+
 Shards = Sequence[Sequence[GpuId]]
 """The GPUs of one instance: per pipeline stage, its tensor-parallel ranks in order."""
 
@@ -68,6 +72,14 @@ class Route:
     def alone_s(self, kv_bytes: float, topology: Topology) -> float:
         """Return the time [s] to move `kv_bytes` with the links to itself."""
         return self.setup_s(kv_bytes) + kv_bytes / self.bytes_per_s(topology)
+
+    def is_verified(self, topology: Topology) -> bool:
+        """Return True when the speed of every link was given for this cluster, and none is assumed."""
+        return not any(topology.links[id_].assumed for id_, _ in self.shares)
+
+    def fallen_back_s(self, kv_bytes: float) -> float:
+        """Return the time [s] to move `kv_bytes` where the way round the host is all that works."""
+        return self.setup_s(kv_bytes) + kv_bytes / FALLBACK_BYTES_PER_S if self.shares else 0.0
 
 
 def route(
