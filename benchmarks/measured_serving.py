@@ -11,8 +11,8 @@ data-sheet roofline. What the runs did, as far as it is known:
                 (engine/arg_utils.py, 70 GB and more), SGLang (server_args.py) and TensorRT-LLM (max_num_tokens)
 
 Assumed: each client takes 2 ms on average from an answer to its next request, and TensorRT-LLM keeps the KV of FP8
-models in FP8, as its scripts say where they are known. Known to be missing: the API server's own time (tokens, HTTP),
-and SGLang's rule that waiting prompts go before all decode steps, which makes clients of equal lengths march in step.
+models in FP8, as its scripts say where they are known. SGLang runs waiting prompts before any decode step (mixed chunks
+are off by default), vLLM and TensorRT-LLM mix. Known to be missing: the API server's own time (tokens, HTTP).
 """
 
 from __future__ import annotations
@@ -186,14 +186,18 @@ def cost_of(model: ModelSpec, gpu: Gpu, tp: int) -> CostModel:
     return unprofiled(model, gpu, tp, *_ring(gpu.name, tp))
 
 
-def play(model: ModelSpec, gpu: Gpu, tp: int, budget: int, requests: Requests, clients: int) -> Run:
+def play(
+    model: ModelSpec, gpu: Gpu, tp: int, budget: int, requests: Requests, clients: int, prompts_first: bool = False
+) -> Run:
     """Return what so many clients see of one aggregated instance.
 
     It holds the longest request at least: the run was made, whatever share of the memory its engine was given.
     """
     longest = int((requests.prompt_tokens + requests.output_tokens).max())
     room = max(kv_blocks(model, gpu, Layout(tp), Engine(), budget), longest // Engine().block_tokens + 2)
-    instance = Instance("aggregated", cost_of(model, gpu, tp), Limits(_MOST_SEQUENCES, budget, room))
+    instance = Instance(
+        "aggregated", cost_of(model, gpu, tp), Limits(_MOST_SEQUENCES, budget, room), 0 if prompts_first else None
+    )
     system = System((instance,), model.kv_bytes_per_token)
     return simulate_clients(system, requests, ANY, Clients(clients, think_s=_TURN_S, cv=1.0))
 
@@ -208,7 +212,8 @@ def load_of(row: Row) -> Requests:
 
 def predict(row: Row) -> Predicted:
     """Return the mean TTFT and TPOT of a run."""
-    run = play(row.spec, gpu_called(row.gpu), row.tp, row.budget, load_of(row), row.concurrency)
+    first = row.engine == "sglang"
+    run = play(row.spec, gpu_called(row.gpu), row.tp, row.budget, load_of(row), row.concurrency, first)
     return Predicted(row, float(run.ttft_s.mean()), float(run.tpot_s.mean()))
 
 

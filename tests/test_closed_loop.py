@@ -80,7 +80,7 @@ def test_no_client_is_lost_and_none_sends_two_requests_at_a_time(seed):
 def test_the_random_loops_do_meet_what_they_are_for():
     """Refusals that free a client, clients that start after others were answered, and runs that stop early."""
     refused = interleaved = stopped = 0
-    for seed in range(300):
+    for seed in range(500):
         r = Random(seed)
         system, requests, clients = random_system(r), random_requests(r), random_clients(r)
         run = simulate_clients(system, requests, ANY, clients)

@@ -77,10 +77,10 @@ def peak_flop_per_s(model: ModelSpec, gpu: Gpu) -> float:
     return gpu.fp8_flop_per_s if model.compute_bits == 8 and gpu.fp8_flop_per_s else gpu.fp16_flop_per_s
 
 
-def kv_read_s(model: ModelSpec, gpu: Gpu, tp: int) -> float:
+def kv_read_s(model: ModelSpec, gpu: Gpu, tp: int, efficiency: float | None = None) -> float:
     """Return the time [s] to read one KV token: its bytes on a rank over the usable bandwidth."""
     per_token = sum(model.stage_kv_bytes(Layout(tp), REFERENCE_TOKENS)) / REFERENCE_TOKENS
-    return per_token / (kv_efficiency(model) * gpu.memory_bytes_per_s)
+    return per_token / ((efficiency or kv_efficiency(model)) * gpu.memory_bytes_per_s)
 
 
 def kv_efficiency(model: ModelSpec) -> float:
