@@ -80,8 +80,13 @@ def simulate_phases(
 
 
 def applies(system: System) -> bool:
-    """Return True when `system` is made of prefill and decode instances that run our own engine's loop."""
-    return system.loop_pulls is None and all(one.phase in ("prefill", "decode") for one in system.instances)
+    """Return True when `system` is made of prefill and decode instances that run our own engine's loop.
+
+    Prompts that pass a pipeline in chunks are left to `cluster.simulate`.
+    """
+    split = all(one.phase in ("prefill", "decode") for one in system.instances)
+    in_chunks = any(one.limits.pipeline_tokens and len(one.cost.stage_share) > 1 for one in system.instances)
+    return system.loop_pulls is None and split and not in_chunks
 
 
 def _world(system: System, requests: Requests, slos: tuple[Slo, ...], warmup_s: float, stop: bool) -> World:
