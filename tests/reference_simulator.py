@@ -9,7 +9,7 @@ Order at equal times: ends of transfers, then other events, then ends of steps, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, inf, nan
 from random import Random
 
@@ -761,6 +761,14 @@ def random_requests(r: Random, most: int = 60) -> Requests:
     prompts = [r.randint(1, LONGEST_PROMPT) for _ in arrivals]
     outputs = [r.choice([1, 2, r.randint(1, LONGEST_OUTPUT)]) for _ in arrivals]
     return make_requests(np.array(arrivals), np.array(prompts), np.array(outputs))
+
+
+def in_chunks(system: System, r: Random) -> System:
+    """Return the system with prefill pipelines that take prompts in chunks."""
+    chunked = [
+        replace(one, limits=replace(one.limits, pipeline_tokens=r.choice([3, 7, 16]))) for one in system.instances
+    ]
+    return replace(system, instances=tuple(chunked))
 
 
 def random_clients(r: Random) -> Clients:

@@ -168,7 +168,7 @@ def test_says_so_when_a_decode_instance_has_to_preempt():
     [
         (System, "instances kv_bytes_per_token paths link_bytes_per_s first_token_at max_pulls loop_pulls"),
         (Instance, "phase cost limits max_padding"),
-        (Limits, "max_batch max_tokens kv_blocks block_tokens swap_bytes_per_s plans_ahead"),
+        (Limits, "max_batch max_tokens kv_blocks block_tokens swap_bytes_per_s plans_ahead pipeline_tokens"),
         (KvPath, "source target fixed_s shares weight"),
         (Requests, "arrival_s prompt_tokens output_tokens slo_class prefix_blocks"),
     ],

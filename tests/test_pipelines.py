@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from math import inf
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 import yaml
+from hypothesis import given
 
 from planner.cost.base import BatchShape, CostModel
 from planner.cost.kernel import SIZE
@@ -20,6 +22,8 @@ from planner.specs.layout import Layout
 from planner.specs.slo import Slo
 from planner.specs.workload import Clients, make_requests
 from tests.planning import BOX, fixed, problem, slo, solved
+from tests.reference_simulator import Reference, in_chunks, random_requests, random_system
+from tests.test_simulator import differences, often, seeds
 
 CASE = yaml.safe_load((Path(__file__).parent / "cases" / "58-pp-vs-tp-prefill" / "request.yaml").read_text())
 TENSOR, PIPELINE = CASE["prefill_options"]
@@ -149,6 +153,14 @@ def test_an_engine_without_pipelines_on_the_decode_side_is_offered_none():
     assert any(r.phase == "decode" and "decodes without pipeline stages" in r.reason for r in kinds.rejected)
     with_them = find_kinds(problem(**QUESTION))
     assert 2 in {kind.layout.pp for kind in with_them.all_legal if kind.phase == "decode"}
+
+
+@given(seeds)
+@often
+def test_chunks_equal_the_plain_simulator_request_by_request(seed):
+    r = Random(seed)
+    system, requests = in_chunks(random_system(r), r), random_requests(r)
+    assert differences(simulate(system, requests, ANY), Reference(system, requests).run()) == []
 
 
 def test_dividing_the_time_of_a_prompt_by_the_stages_is_not_what_the_law_says():
