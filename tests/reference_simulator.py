@@ -208,7 +208,7 @@ class Box:
         for done in range(0, tokens, size):
             upto = min(done + size, tokens)
             share = (upto**2 - done**2) / tokens**2
-            whole_s = self.law_s(len(prompts) if upto == tokens else 0, upto - done, attended * share, 0, 0)
+            whole_s = self.law_s(len(prompts) if upto == tokens else 1, upto - done, attended * share, 0, 0)
             handoff_s = cost.handoff_s + cost.handoff_s_per_token * (upto - done)
             times, taken = [start_s], []
             for s, part in enumerate(cost.stage_share):
@@ -675,6 +675,7 @@ class Reference:
         for job in done:
             lane.running.remove(job)
             job.finish_s = end_s
+            self._ended(job, end_s)
         return done
 
 

@@ -117,8 +117,7 @@ class CostModel:
         busy_s = [0.0] * len(self.stage_share)
         for done in range(0, tokens, size):
             new = min(size, tokens - done)
-            last = done + new == tokens
-            shape = BatchShape(int(last), new, float(new) ** 2 + 2.0 * new * done)
+            shape = BatchShape(1, new, float(new) ** 2 + 2.0 * new * done)
             at_s = 0.0
             for stage, stage_s in enumerate(self.stages_s(shape)):
                 at_s = free_s[stage] = max(at_s, free_s[stage]) + stage_s

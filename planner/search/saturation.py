@@ -53,10 +53,10 @@ def _prefill_rps(kind: Kind, workload: Workload) -> float:
 def _in_chunks_s(kind: Kind, full: BatchShape, chunk: int) -> float:
     """Return for how long a batch that passes the stages in chunks keeps the busiest one [s], at least.
 
-    Chunks that are cut evenly share all that is dear in a batch; its last one holds the end of every prompt.
+    Chunks that are cut evenly share all that is dear in a batch, and each holds a part of one prompt at least.
     """
     chunks = -(-full.tokens // chunk)
-    one = full._replace(prefills=0, tokens=full.tokens // chunks, attended=full.attended / chunks)
+    one = full._replace(prefills=1, tokens=full.tokens // chunks, attended=full.attended / chunks)
     return chunks * max(kind.cost.stages_s(one))
 
 

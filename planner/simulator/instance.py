@@ -127,7 +127,7 @@ def _pass_in_chunks(w, i, now_s, count, tokens, attended):
         size = min(me.pipeline_tokens, tokens - done)
         upto = done + size
         share = (float(upto) * upto - float(done) * done) / (float(tokens) * tokens)
-        count = count_at_last if upto == tokens else 0
+        count = count_at_last if upto == tokens else 1
         chunk_s = iteration_s(w.law[i], count, size, attended * share, 0, 0)
         handoff_s = me.handoff_s + me.handoff_s_per_token * size
         at_s, longest_s = start_s, 0.0
