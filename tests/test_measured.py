@@ -105,7 +105,7 @@ def test_every_run_of_the_source_is_predicted_or_counted_among_those_left_out():
 
 
 def test_llama_70b_under_vllm_is_predicted_out_of_data_sheets():
-    """56 runs at 4 to 64 clients on H100 and H200, nothing fitted to them. Reached: TPOT 5 %, TTFT 14 %, medians."""
+    """56 runs at 4 to 64 clients on H100 and H200, nothing fitted to them. Reached: TPOT 5 %, TTFT 8 %, medians."""
     rows = [r for r in serving.read_rows()[0] if serving.MODELS[r.model] == "llama3.1-70b" and r.engine == "vllm"]
     errors = np.abs([serving.predict(row).errors for row in rows])
     assert len(rows) == 56
