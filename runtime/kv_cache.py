@@ -180,12 +180,8 @@ class KVCache:
             raise InvariantError(f"sequence {sequence} grows by {tokens} tokens")
         needed = self.needed_to_grow(sequence, tokens)
         if needed > self.device.available:
-            raise short_on_device(
-                self.device,
-                self.block_tokens,
-                needed,
-                f"sequence {sequence} of {table.tokens} tokens grows by {tokens}",
-            )
+            why = f"sequence {sequence} of {table.tokens} tokens grows by {tokens}"
+            raise short_on_device(self.device, self.block_tokens, needed, why)
         fresh = self.device.take(needed)
         copies = (self._split(table, fresh.pop()),) if self._splits(table) else ()
         table.blocks += fresh
@@ -248,7 +244,7 @@ class KVCache:
         if len(distinct) > self.host.available:
             raise short_on_host(self.host, self.block_tokens, len(distinct), f"{_names(sequences)} to be swapped out")
         moves = dict(zip(distinct, self.host.take(len(distinct)), strict=True))
-        self._move(tables, moves)
+        self._move(tables, moves, self.device, self.host)
         return tuple(Copy(source, target, Direction.OUT) for source, target in moves.items())
 
     def swap_in(self, sequences: Iterable[int]) -> tuple[Copy, ...]:
@@ -267,7 +263,7 @@ class KVCache:
             self.device.share(block)  # before anything is taken, which may evict
         missing = _missing(found)
         fresh = dict(zip(missing, self.device.take(len(missing)), strict=True))
-        self._move(tables, kept | fresh)
+        self._move(tables, kept | fresh, self.host, self.device)
         for table in tables:
             self._publish_again(table)
         return tuple(Copy(source, target, Direction.IN) for source, target in fresh.items())
@@ -333,15 +329,14 @@ class KVCache:
                 found[block] = None if digest is None else self.device.find(digest)
         return found
 
-    def _move(self, tables: list[BlockTable], moves: dict[int, int]) -> None:
-        """Point tables to the other memory, where each target has one reference that is not a table's."""
+    def _move(self, tables: list[BlockTable], moves: dict[int, int], source: BlockPool, target: BlockPool) -> None:
+        """Point tables to the other memory, where each block of `moves` has one reference that is not a table's."""
         for table in tables:
-            source, target = (self.host, self.device) if table.on_host else (self.device, self.host)
             for block in table.blocks:
                 target.share(moves[block])
             self._release(source, table.blocks)
             table.blocks = [moves[block] for block in table.blocks]
-            table.on_host = not table.on_host
+            table.on_host = target is self.host
         self._release(target, list(moves.values()))
 
     def _publish_again(self, table: BlockTable) -> None:

@@ -22,8 +22,8 @@ def short_on_device(pool: BlockPool, block_tokens: int, asked: int, why: str) ->
     if asked > pool.total:
         way_out = "this can never fit: lower the longest prompt and max_tokens, or raise memory_fraction"
     return OutOfBlocksError(
-        f"KV cache: {why}, which takes {asked} blocks of {block_tokens} tokens; {pool.free} of {pool.total} are free and "
-        f"{pool.idle} more can be evicted; {way_out}",
+        f"KV cache: {why}, which takes {asked} blocks of {block_tokens} tokens; {pool.free} of {pool.total} are "
+        f"free and {pool.idle} more can be evicted; {way_out}",
         asked=asked,
         available=pool.available,
     )
@@ -32,8 +32,8 @@ def short_on_device(pool: BlockPool, block_tokens: int, asked: int, why: str) ->
 def short_on_host(pool: BlockPool, block_tokens: int, asked: int, why: str) -> OutOfBlocksError:
     """Return the error for `asked` blocks that the swap space does not have."""
     return OutOfBlocksError(
-        f"swap space: {why}, which takes {asked} blocks of {block_tokens} tokens; {pool.free} of {pool.total} are free; "
-        "lower max_batch, raise host_blocks, or recompute instead",
+        f"swap space: {why}, which takes {asked} blocks of {block_tokens} tokens; {pool.free} of {pool.total} are "
+        "free; lower max_batch, raise host_blocks, or recompute instead",
         asked=asked,
         available=pool.available,
     )
