@@ -11,7 +11,7 @@ SOURCES := $(wildcard planner/compiled.py planner/cost/kernel.py planner/policie
 PROBLEM ?= examples/llama2-70b-h100.yaml
 OUT     ?= out
 
-.PHONY: help plan test test-all check bench md1 recorded serving held-out transfer-errors table format clean
+.PHONY: help plan test test-all check bench md1 recorded serving held-out transfer-errors kv-waste table format clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1\t/' | expand -t 17
@@ -72,6 +72,9 @@ serving: $(STAMPS)/compiled  ## Predict measured serving runs and single measure
 
 md1: $(STAMPS)/compiled  ## Print the simulated wait of a queue beside the M/D/1 formula
 	@$(BIN)/python -m benchmarks.md1
+
+kv-waste: $(STAMPS)/base  ## Print how much of the KV memory handed out holds tokens: blocks beside reservations
+	@$(BIN)/python -m benchmarks.kv_waste
 
 table: $(STAMPS)/compiled  ## Print the table of twelve plans in the README
 	@$(BIN)/python -m benchmarks.twelve_plans

@@ -12,7 +12,14 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from planner.errors import InputError, InvariantError
 from runtime.block_hash import hash_chain, root_hash
@@ -121,7 +128,9 @@ class Machine(RuleBasedStateMachine):
     @rule(prompt=Ids, at_once=st.booleans())
     def start(self, prompt: list[int], at_once: bool) -> None:
         chain = self.kv.prompt_chain(prompt)
-        in_use = sum(tuple(prompt[: k * self.size]) in self.in_use() for k in range(1, self.known(prompt[:-1]) // self.size + 1))
+        in_use = sum(
+            tuple(prompt[: k * self.size]) in self.in_use() for k in range(1, self.known(prompt[:-1]) // self.size + 1)
+        )
         assert self.kv.needed_to_start(chain, len(prompt)) == ceil_div(len(prompt), self.size) - in_use
         sequence, self.next = self.next, self.next + 1
         cached = self.do("start", sequence, chain)
@@ -250,7 +259,9 @@ class Machine(RuleBasedStateMachine):
     def look_up(self, ids: list[int]) -> None:
         prefix = self.kv.prefix(self.kv.prompt_chain([*ids, 0]))
         assert prefix.tokens == self.known(ids)
-        assert prefix.idle == sum(tuple(ids[:end]) in self.idle for end in range(self.size, prefix.tokens + 1, self.size))
+        assert prefix.idle == sum(
+            tuple(ids[:end]) in self.idle for end in range(self.size, prefix.tokens + 1, self.size)
+        )
 
     @precondition(lambda self: self.copies or any(self.flight.values()))
     @rule()
@@ -283,7 +294,9 @@ class Machine(RuleBasedStateMachine):
     def write(self, sequence: int, ids: list[int]) -> None:
         begin = len(self.ids[sequence])
         shared = Counter(block for s in self.running() for block in self.kv.blocks(s))
-        for slot, token in zip(self.kv.slots(sequence, begin, begin + len(ids)).tolist(), ids, strict=True) if ids else ():
+        for slot, token in (
+            zip(self.kv.slots(sequence, begin, begin + len(ids)).tolist(), ids, strict=True) if ids else ()
+        ):
             block, place = divmod(slot, self.size)
             assert shared[block] == 1, "a write to a shared block"
             assert not self.kv.device.is_published(block), "a write to a block that others may find"
@@ -309,7 +322,9 @@ class Machine(RuleBasedStateMachine):
         counts, held = self.kv.counts(), self.held()
         on_host = {block for s in self.swapped for block in self.kv.blocks(s)}
         device, host, _ = self.sizes
-        assert counts == Counts(device - len(held) - len(self.idle), len(held), len(self.idle), len(on_host), host - len(on_host))
+        assert counts == Counts(
+            device - len(held) - len(self.idle), len(held), len(self.idle), len(on_host), host - len(on_host)
+        )
 
     @invariant()
     def waste_is_under_one_block_per_sequence(self) -> None:
@@ -348,9 +363,15 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_sequences_read_back_their_tokens_after_any_interleaving():
-    run_state_machine_as_test(Machine, settings=settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True, database=None))
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True, database=None),
+    )
 
 
 @pytest.mark.slow
 def test_sequences_read_back_their_tokens_after_many_long_interleavings():
-    run_state_machine_as_test(Machine, settings=settings(max_examples=1500, stateful_step_count=80, deadline=None, derandomize=True, database=None))
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(max_examples=1500, stateful_step_count=80, deadline=None, derandomize=True, database=None),
+    )
