@@ -7,7 +7,11 @@ uses. Copies and writes are carried out on a simulated memory, a whole schedulin
 from __future__ import annotations
 
 import copy
+import hashlib
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +32,7 @@ from runtime.copies import Copy, Direction, batches
 from runtime.kv_cache import Counts, KVCache
 from runtime.out_of_blocks import OutOfBlocksError
 
+ROOT = Path(__file__).parent.parent
 Ids = st.builds(
     lambda zeros, rest: [0] * zeros + rest, st.integers(0, 6), st.lists(st.integers(0, 1), min_size=1, max_size=3)
 )
@@ -266,7 +271,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.copies or any(self.flight.values()))
     @rule()
     def step(self) -> None:
-        """What a worker does with one pass: the copies in order, then the writes, then what was computed is committed."""
+        """What a worker does with one pass: copies in order, then writes; then what was computed is committed."""
         for run in batches(self.copies):
             self.carry_out(run)
         self.copies = []
@@ -375,3 +380,239 @@ def test_sequences_read_back_their_tokens_after_many_long_interleavings():
         Machine,
         settings=settings(max_examples=1500, stateful_step_count=80, deadline=None, derandomize=True, database=None),
     )
+
+
+# ---- copies
+
+
+def one_by_one(copies: list[Copy]) -> tuple[dict, dict]:
+    """Return device and host after the copies, where block b of the device held ("device", b) before."""
+    device, host = {b: ("device", b) for b in range(4)}, {b: ("host", b) for b in range(4)}
+    for one in copies:
+        source = host if one.direction is Direction.IN else device
+        target = host if one.direction is Direction.OUT else device
+        target[one.target] = source[one.source]
+    return device, host
+
+
+def run_by_run(copies: list[Copy]) -> tuple[dict, dict]:
+    """The same, where each run reads all its sources before it writes, in an order that must not matter."""
+    device, host = {b: ("device", b) for b in range(4)}, {b: ("host", b) for b in range(4)}
+    for run in batches(copies):
+        source = host if run[0].direction is Direction.IN else device
+        target = host if run[0].direction is Direction.OUT else device
+        read = [(one.target, source[one.source]) for one in run]
+        for block, content in reversed(read):
+            target[block] = content
+    return device, host
+
+
+@given(st.lists(st.builds(Copy, st.integers(0, 3), st.integers(0, 3), st.sampled_from(Direction)), max_size=8))
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_copies_made_run_by_run_leave_what_copies_made_one_by_one_leave(copies):
+    assert [one for run in batches(copies) for one in run] == copies
+    assert run_by_run(copies) == one_by_one(copies)
+
+
+def test_independent_copies_make_one_run():
+    copies = [Copy(0, 4), Copy(1, 5), Copy(0, 6)]
+    assert list(batches(copies)) == [tuple(copies)]
+
+
+# ---- worked examples
+
+
+def cache_with(prompt: list[int], **sizes: int) -> KVCache:
+    """Return a cache of 8 blocks of 4 tokens, 4 on the host, in which sequence 0 has computed `prompt`."""
+    cache = KVCache(**{"device_blocks": 8, "host_blocks": 4, "block_tokens": 4} | sizes)
+    write(cache, 0, prompt)
+    return cache
+
+
+def write(cache: KVCache, sequence: int, ids: list[int]) -> int:
+    """Start a sequence, compute what is not cached, commit it; return the cached tokens."""
+    cached = cache.start(sequence, cache.prompt_chain(ids))
+    cache.grow(sequence, len(ids) - cached)
+    cache.commit(sequence, ids[cached:])
+    return cached
+
+
+def test_the_papers_example_two_samples_of_one_prompt_copy_the_shared_block_once():
+    """SOSP '23, figure 8: seven prompt tokens in two blocks of four; both samples write their next token."""
+    cache = cache_with([1, 2, 3, 4, 5, 6, 7])
+    cache.fork(0, 1)
+    assert cache.blocks(0) == cache.blocks(1) == (0, 1)
+    assert cache.grow(0, 1) == (Copy(1, 2),)  # the first to write copies the half-filled block...
+    assert cache.grow(1, 1) == ()  # ...and leaves the original to the other
+    assert (cache.blocks(0), cache.blocks(1)) == ((0, 2), (0, 1))
+
+
+def test_a_full_last_block_is_shared_without_a_copy():
+    cache = cache_with([1, 2, 3, 4])
+    cache.fork(0, 1)
+    assert cache.grow(0, 1) == cache.grow(1, 1) == ()
+    assert (cache.blocks(0), cache.blocks(1)) == ((0, 1), (0, 2))
+
+
+def test_blocks_come_on_demand_and_slots_follow_the_table():
+    cache = cache_with([9] * 5)
+    assert cache.counts() == Counts(free=6, used=2, cached=0, swapped=0, host_free=4)
+    assert cache.waste_tokens() == 3  # two blocks of four for five tokens
+    assert cache.slots(0, 3, 5).tolist() == [3, 4]
+    write(cache, 1, [8])  # takes block 2
+    cache.grow(0, 4)  # fills block 1 and takes block 3
+    assert cache.slots(0, 6, 9).tolist() == [6, 7, 12]
+
+
+def test_a_prefix_is_found_again_but_never_the_whole_prompt():
+    """Eight tokens fill two blocks; the second is not taken from the cache, since one token must be computed."""
+    prompt = list(range(8))
+    cache = cache_with(prompt)
+    assert write(cache, 1, prompt) == 4
+    assert write(cache, 2, [*prompt, 8]) == 8
+    assert write(cache, 3, [7, *prompt[1:]]) == 0  # the second block agrees, what comes before it does not
+
+
+def test_a_block_in_flight_is_not_found():
+    cache = KVCache(8, 0, 4)
+    chain = cache.prompt_chain([1, 2, 3, 4, 5])
+    cache.start(0, chain)
+    cache.grow(0, 5)
+    assert cache.prefix(chain).blocks == ()
+    cache.commit(0, [1, 2, 3, 4, 5])
+    assert cache.prefix(chain).blocks == (0,)
+
+
+def test_the_prefix_unused_for_longest_goes_first_and_its_end_before_its_beginning():
+    cache = KVCache(4, 0, 1)
+    for sequence, ids in enumerate(([1, 2], [3, 4])):
+        write(cache, sequence, ids)
+    cache.free(1)
+    cache.free(0)
+    cache.evict(1)
+    assert [cache.prefix(cache.prompt_chain([*ids, 0])).tokens for ids in ([1, 2], [3, 4])] == [2, 1]
+    assert cache.start(2, cache.prompt_chain([3, 0])) == 1  # in use again: no longer next in line
+    cache.evict(2)
+    assert cache.counts() == Counts(free=3, used=1, cached=0, swapped=0, host_free=0)
+
+
+def test_without_prefix_caching_nothing_is_kept():
+    cache = KVCache(8, 0, 4, prefix_caching=False)
+    write(cache, 0, [1] * 9)
+    assert cache.free(0) == 3
+    assert cache.counts() == Counts(free=8, used=0, cached=0, swapped=0, host_free=0)
+
+
+def test_forks_swapped_together_share_their_blocks_on_the_host_too():
+    """Two samples of six tokens share both blocks: two copies out, not four. The full block is still on the device
+    when they come back, so only the partial one is copied in."""
+    cache = cache_with([1, 2, 3, 4, 5, 6])
+    cache.fork(0, 1)
+    assert cache.given_back([0]) == 0  # alone it would free nothing
+    assert cache.given_back([0, 1]) == 2
+    assert cache.swap_out([0, 1]) == (Copy(0, 0, Direction.OUT), Copy(1, 1, Direction.OUT))
+    assert cache.counts() == Counts(free=7, used=0, cached=1, swapped=2, host_free=2)
+    assert cache.needed_to_swap_in([0, 1]) == 2  # one to copy, one idle
+    assert [(one.source, one.direction) for one in cache.swap_in([0, 1])] == [(1, Direction.IN)]
+    assert cache.blocks(0) == cache.blocks(1)
+    assert cache.counts() == Counts(free=6, used=2, cached=0, swapped=0, host_free=4)
+
+
+def test_recomputing_after_preemption_finds_what_is_still_cached():
+    cache = cache_with(list(range(10)))
+    cache.free(0)
+    assert cache.start(0, cache.prompt_chain([*range(10), 10])) == 8
+
+
+def test_hashes_are_the_same_on_every_machine_and_differ_by_what_a_block_depends_on():
+    """Golden: blake2b, 128 bits, of the parent's hash and the ids as little-endian 64-bit numbers."""
+    root = root_hash(2, b"model")
+    first, second = hash_chain([1, 2, 3, 4, 5], 2, root)
+    expected = hashlib.blake2b(root + b"\1" + bytes(7) + b"\2" + bytes(7), digest_size=16).digest()
+    assert (first, len(second)) == (expected, 16)
+    assert hash_chain([3, 4], 2, first) == (second,)
+    assert len({root, root_hash(4, b"model"), root_hash(2, b"other"), root_hash(2)}) == 4
+
+
+# ---- what goes wrong
+
+
+def test_running_short_says_what_was_asked_what_is_free_and_what_to_lower():
+    cache = cache_with([1] * 20)
+    with pytest.raises(OutOfBlocksError) as short:
+        cache.grow(0, 20)
+    assert str(short.value) == (
+        "KV cache: sequence 0 of 20 tokens grows by 20, which takes 5 blocks of 4 tokens; 3 of 8 are free and 0 more "
+        "can be evicted; lower max_batch, n or the beam width, or raise memory_fraction"
+    )
+    assert (short.value.asked, short.value.available, short.value.exit_code) == (5, 3, 1)
+
+
+def test_what_can_never_fit_says_so():
+    with pytest.raises(OutOfBlocksError, match=r"9 blocks.*never fit: lower the longest prompt and max_tokens"):
+        cache_with([1] * 33)
+
+
+def test_short_swap_space_says_what_to_change():
+    cache = cache_with([1] * 20)
+    with pytest.raises(OutOfBlocksError) as short:
+        cache.swap_out([0])
+    assert str(short.value) == (
+        "swap space: sequence 0 has to be swapped out, which takes 5 blocks of 4 tokens; 4 of 4 are free; "
+        "lower max_batch, raise host_blocks, or recompute instead"
+    )
+
+
+def test_no_room_for_a_single_block_says_which_setting_to_change():
+    with pytest.raises(InputError, match="lower block_tokens or reserved_bytes, or raise memory_fraction"):
+        KVCache(0, 0, 16)
+    with pytest.raises(InputError, match="block_tokens >= 1"):
+        KVCache(1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda cache: cache.start(0), "started twice"),
+        (lambda cache: cache.fork(0, 0), "started twice"),
+        (lambda cache: cache.free(1), "never started, or is freed already"),
+        (lambda cache: cache.grow(0, 0), "grows by 0"),
+        (lambda cache: cache.commit(0, [1]), "commits 1 tokens, 0 are in flight"),
+        (lambda cache: cache.swap_in([0]), "is not swapped out"),
+        (lambda cache: cache.slots(0, 0, 7), "has slots 0..6, asked for 0..7"),
+        (lambda cache: (cache.swap_out([0]), cache.grow(0, 1)), "is swapped out"),
+        (lambda cache: (cache.grow(0, 1), cache.fork(0, 1)), "1 tokens in flight: commit or cancel first"),
+    ],
+)
+def test_the_callers_mistakes_are_named_and_change_nothing(mistake, message):
+    cache = cache_with([1, 2, 3, 4, 5, 6])
+    with pytest.raises(InvariantError, match=message):
+        mistake(cache)
+    cache.check()
+
+
+def test_a_pool_frees_nothing_twice_and_shares_nothing_free():
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    assert pool.release(block)
+    for wrong in (pool.release, pool.share):
+        with pytest.raises(InvariantError, match=f"block {block} is"):
+            wrong(block)
+    with pytest.raises(InvariantError, match="asked for 3 blocks where 2 can be had"):
+        pool.take(3)
+
+
+def test_the_check_finds_a_leak_and_a_block_in_two_states():
+    cache = cache_with([1, 2, 3, 4, 5])
+    cache.device.take(1)
+    with pytest.raises(InvariantError, match=r"leaked or freed too soon: \[2\]"):
+        cache.check()
+    cache = cache_with([1, 2, 3, 4, 5])
+    cache.device._free.append(0)
+    with pytest.raises(InvariantError, match="do not make up the pool of 8"):
+        cache.check()
+
+
+def test_the_bookkeeping_needs_no_torch():
+    code = "import sys, runtime.kv_cache; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
