@@ -28,8 +28,8 @@ replayed beside recorded runs of the very engine they are of, had to be raised b
 its authors had raised their prefill fit by 10 %."""
 EVERY_LAYOUT = "every layout"
 _COMMON = 0.7
-"""Share of the variance of a data-sheet estimate's error that all layouts of a GPU have in common, for it is the engine
-that the data sheet does not know: 0.69 in prefill and 0.77 in decode over Splitwise's eight tables."""
+"""Share of the variance of such an error that all layouts of a GPU have in common, for it is mostly the engine: of
+data-sheet estimates 0.69 in prefill and 0.77 in decode over Splitwise's eight tables."""
 _DEVIATIONS = 1.96
 _PRECISION = 0.01
 _LEAST = 0.005
@@ -90,7 +90,7 @@ def _latencies(placed: Placed) -> dict[Latency, float]:
 def _learnt_elsewhere(cost: CostModel, phase: str) -> bool:
     """Return True when the error is not that of these latencies but what such estimates were off by elsewhere."""
     error = cost.prefill_error if phase == "prefill" else cost.decode_error
-    return error is not None and error.settings == 0
+    return error is None or error.settings == 0
 
 
 def typical_error(cost: CostModel, phase: str) -> float:
