@@ -119,14 +119,16 @@ def shown(report: FitReport, width: int = 80) -> str:
 
 
 def test_the_factors_on_a_roofline_come_back_as_shares_of_the_peaks():
-    # typical is 0.65 of the FLOP rate, 0.4 of it in attention, 0.8 of the bandwidth for weights and 0.6 for KV; the
-    # law takes 1.4, 1.5, 1.1 and 1.3 times as long
+    # typical is 0.65 of the FLOP rate, 0.55 of it in attention, 0.8 of the bandwidth for weights and for KV; the law
+    # takes 1.4, 1.5, 1.1 and 1.3 times as long. A token's time holds norms and gates beside its FLOP.
     report = report_of(roofline_law())
+    spec, card = model("llama2-70b"), gpu("h100-80gb")
+    flop_share = 1 - physics.between_products_s(spec, card, 4) / physics.typical(spec, card, 4)[4]
     for name, share, peak in (
-        ("prefill tokens", 0.65 / 1.4, 989e12),
-        ("prefill attention", 0.4 / 1.5, 989e12),
+        ("prefill tokens", flop_share * 0.65 / 1.4, 989e12),
+        ("prefill attention", 0.55 / 1.5, 989e12),
         ("weight streaming", 0.8 / 1.1, 3.35e12),
-        ("decode KV read", 0.6 / 1.3, 3.35e12),
+        ("decode KV read", 0.8 / 1.3, 3.35e12),
     ):
         found = term(report, name)
         assert found.of_peak == pytest.approx(share, rel=1e-3), name
@@ -223,7 +225,7 @@ def test_what_a_degree_cannot_tell_is_borrowed_from_one_that_can_and_else_physic
     tp4, tp2 = checked(roofline_law(), FULL), replace(checked(roofline_law(), ONE_CONTEXT), layout=Layout(2))
     borrowed = term(report_of(tp4, tp2), "decode KV read", "TP2")
     assert borrowed.told == "borrowed" and borrowed.standard_error is None
-    assert borrowed.why == "contexts vary at 0 batch sizes, 2 are needed; taken from TP4"
+    assert borrowed.why.startswith("contexts vary at 0 batch sizes, 2 are needed; taken from TP4")
     assert term(report_of(tp2), "decode KV read", "TP2").told == "physics"
     linear = replace(checked(linear_law(), ONE_CONTEXT), layout=Layout(2))  # this family borrows nothing
     assert term(report_of(tp4, linear), "decode KV read", "TP2").told == "physics"
@@ -313,7 +315,7 @@ def test_degrees_that_differ_in_nothing_share_a_row():
     )
     text = shown(report)
     assert re.search(r"weight streaming +all +3,840 GB/s +80%", text)  # 0.8 of 4.8 TB/s at each degree
-    assert re.search(r"all +prefill +roofline +- +32.0%", text)
+    assert re.search(r"all +prefill +roofline +- +25.0%", text)
     assert not re.search(r"collectives +all", text)  # TP1 has none
 
 
