@@ -43,6 +43,17 @@ def to_json(plan: Plan) -> dict[str, Any]:
                 *plan.compared.items(),
             )
         },
+        "latency_errors": [
+            {
+                "way": way,
+                "latency": str(latency),
+                "error": answer.error,
+                "goodput_if_slower": expm1(answer.slower),
+                "goodput_if_faster": expm1(answer.faster),
+            }
+            for way, option in (("disaggregated", plan.disaggregated), ("aggregated", plan.aggregated))
+            for latency, answer in (option.responses.items() if option is not None else ())
+        ],
         "capacity_bound_rps": plan.capacity_bound_rps,
         "runners_up": [
             {"layout": layout, "gpus": gpus, "goodput_rps": rps, "why": why}

@@ -186,6 +186,12 @@ def test_json_is_strict_and_has_the_reports_numbers(name):
         assert claim["layout"] == option.placed.layout and claim["gpus"] == option.gpus
         assert claim["goodput_rps"] == pytest.approx(option.rate.goodput_rps, rel=1e-8)
         assert claim["goodput_rps_per_gpu"] == pytest.approx(option.rate.goodput_rps / option.gpus, rel=1e-8)
+        assert (
+            claim["wide_low_rps"] <= claim["low_rps"] * 1.0001 and claim["high_rps"] <= claim["wide_high_rps"] * 1.0001
+        )
+    assert {one["way"] for one in data["latency_errors"]} == {"disaggregated", "aggregated"}
+    for one in data["latency_errors"]:
+        assert one["error"] > 0 and -1 <= one["goodput_if_slower"] <= 0 <= one["goodput_if_faster"]
     assert data["options"][found.mode] == data["deployment"]["prediction"]["claim"]
     assert data["capacity_bound_rps"] >= data["options"][found.mode]["goodput_rps"] * (1 - 1e-6)
 
