@@ -1,7 +1,7 @@
 """How sure a claim is: what the error of the latencies does to goodput.
 
 The interval of the replay covers luck alone. But the latencies of each phase and layout are off by some share that
-nobody knows, typically by the root mean square of their held-out errors. So the goodput is found again with each of
+nobody knows, typically by the spread of their held-out errors. So the goodput is found again with each of
 them that much longer and that much shorter, under equal luck, and the answers are added in quadrature: they are taken
 as independent, and each as one factor on all steps of its phase. Errors that differ from shape to shape average out
 over a load, so this is on the wide side.
@@ -31,6 +31,8 @@ _COMMON = 0.7
 """Share of the variance of such an error that all layouts of a GPU have in common, for it is mostly the engine: of
 data-sheet estimates 0.69 in prefill and 0.77 in decode over Splitwise's eight tables."""
 _DEVIATIONS = 1.96
+_MEDIAN_OF_NORMAL = 0.6745
+"""Median absolute value of a normal variable, in standard deviations."""
 _PRECISION = 0.01
 _LEAST = 0.005
 """Errors below this are not told from none at the precision of a search."""
@@ -94,9 +96,13 @@ def _learnt_elsewhere(cost: CostModel, phase: str) -> bool:
 
 
 def typical_error(cost: CostModel, phase: str) -> float:
-    """Return by which share a latency is typically off: the root mean square of held-out errors, or of others' kind."""
+    """Return by which share a latency is typically off, as a standard deviation of held-out errors, or of others' kind.
+
+    Their root mean square is often ruled by the ends of a grid, which are extrapolated only while they are left out; then
+    what the median amounts to says more of the fit in use.
+    """
     error: TermError | None = cost.prefill_error if phase == "prefill" else cost.decode_error
-    return UNCHECKED[phase] if error is None else error.rms or error.median
+    return UNCHECKED[phase] if error is None else min(error.rms or inf, error.median / _MEDIAN_OF_NORMAL)
 
 
 def _with_error(placed: Placed, latency: Latency, share: float) -> System:
