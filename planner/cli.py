@@ -82,7 +82,7 @@ def plan_command(
     if seed is not None:
         question = replace(question, seed=seed)
     with _progress(quiet) as step:
-        step("loading the simulator (compiles on the first run, about 15 s)")
+        step("loading the simulator (compiles on the first run, about 25 s)")
         from planner.pipeline import plan
 
         found = plan(question, step)

@@ -98,8 +98,8 @@ def _learnt_elsewhere(cost: CostModel, phase: str) -> bool:
 def typical_error(cost: CostModel, phase: str) -> float:
     """Return by which share a latency is typically off, as a standard deviation of held-out errors, or of others' kind.
 
-    Their root mean square is often ruled by the ends of a grid, which are extrapolated only while they are left out; then
-    what the median amounts to says more of the fit in use.
+    Their root mean square is often ruled by the ends of a grid, which are extrapolated only while they are left out;
+    then what the median amounts to says more of the fit in use.
     """
     error: TermError | None = cost.prefill_error if phase == "prefill" else cost.decode_error
     return UNCHECKED[phase] if error is None else min(error.rms or inf, error.median / _MEDIAN_OF_NORMAL)
