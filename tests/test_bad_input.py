@@ -1215,7 +1215,7 @@ def _mutate(draw: Any, data: Any) -> Any:
     """Return the data with one thing changed somewhere."""
     paths = [path for path in _paths(data) if path]
     if not paths:
-        return draw(st.sampled_from(ODD))
+        return copy.deepcopy(draw(st.sampled_from(ODD)))  # the next mutation must not change ODD itself
     path = draw(st.sampled_from(paths))
     holder, key = _at(data, path[:-1]), path[-1]
     kind = draw(st.sampled_from(["replace", "replace", "scale", "drop", "rename", "wrap", "move", "repeat"]))
