@@ -20,12 +20,12 @@ from planner.policies.prefill import chunk_tokens
 from planner.simulator.instance import (
     alone_s,
     blocks_of,
-    check_ttft,
     chunking,
     enter_lane,
     finish,
     leave_lane,
     leave_queue,
+    next_prefilled,
     pass_pipeline,
     schedule_step,
     take_blocks,
@@ -218,23 +218,13 @@ def _book(w, lane, end_s):
             leaving, blocks = leaving + 1, blocks + blocks_of(w, context - 1)  # the last token's KV is never written
             finish(w, r, end_s)
             r = after
-    line = w.queue[chunking(w, lane)]
-    while line.size > 0:
-        it = w.request[line.head]
-        it.prefilled += it.chunk
-        it.chunk = 0
-        context = it.prompt + it.generated
-        if it.prefilled < context:
-            break
-        r = pop(w, chunking(w, lane))
-        if it.generated == 0:
-            it.prefill_end_s = end_s
-            it.first_step_s = end_s
-            check_ttft(w, r, end_s)
-        it.generated += 1
+    r = next_prefilled(w, lane, end_s)
+    while r >= 0:
+        it = w.request[r]
         if it.generated < it.output:
-            enter_lane(w, lane, r, context + 1)
-        else:
-            leaving, blocks = leaving + 1, blocks + blocks_of(w, context)
+            enter_lane(w, lane, r, it.prompt + it.generated)
+        else:  # the last token's KV is never written
+            leaving, blocks = leaving + 1, blocks + blocks_of(w, it.prompt + it.generated - 1)
             finish(w, r, end_s)
+        r = next_prefilled(w, lane, end_s)
     return leaving, blocks

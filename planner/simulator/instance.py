@@ -79,10 +79,16 @@ def take_blocks(w, i, count):
 @inlined
 def alone_s(w, i, prompt):
     """Return the time [s] for which a prompt of its own would keep the slowest stage of instance `i` busy."""
+    return slowest_share(w, i) * iteration_s(w.law[i], 1, prompt, float(prompt) * prompt, 0, 0)
+
+
+@inlined
+def slowest_share(w, i):
+    """Return the share of an iteration that the slowest stage of instance `i` takes."""
     share = 0.0
     for s in range(w.instance[i].stages):
         share = max(share, w.stage[i, s].share)
-    return share * iteration_s(w.law[i], 1, prompt, float(prompt) * prompt, 0, 0)
+    return share
 
 
 @inlined
@@ -95,10 +101,16 @@ def leave_queue(w, i, prompt):
 @inlined
 def pass_pipeline(w, i, now_s, extra_s, prefills, tokens, attended, decodes, context):
     """Send one iteration through the stages of instance `i`; return when it starts, clears stage 0, and ends."""
-    me = w.instance[i]
     whole_s = iteration_s(w.law[i], prefills, tokens, attended, decodes, context) + extra_s
-    handoff_s = me.handoff_s + me.handoff_s_per_token * (tokens + decodes)
+    return pass_stages(w, i, now_s, whole_s, prefills + decodes, tokens + decodes)
+
+
+@inlined
+def pass_stages(w, i, now_s, whole_s, requests, tokens):
+    """Send an iteration of `whole_s` through the stages; return when it starts, clears stage 0, and ends."""
+    me = w.instance[i]
     start_s = max(now_s, w.stage[i, 0].free_s)
+    handoff_s = me.handoff_s + me.handoff_s_per_token * tokens
     at_s, longest_s, first_end_s = start_s, 0.0, start_s
     for s in range(me.stages):
         stage_s = whole_s * w.stage[i, s].share + (handoff_s if s + 1 < me.stages else 0.0)
@@ -108,7 +120,7 @@ def pass_pipeline(w, i, now_s, extra_s, prefills, tokens, attended, decodes, con
         if s == 0:
             first_end_s = at_s
     me.busy_s += longest_s
-    me.batch_s += longest_s * (prefills + decodes)
+    me.batch_s += longest_s * requests
     me.steps += 1
     return start_s, first_end_s, at_s
 
@@ -122,24 +134,14 @@ def _pass_in_chunks(w, i, now_s, count, tokens, attended):
     """
     me = w.instance[i]
     start_s = max(now_s, w.stage[i, 0].free_s)
-    done, end_s, count_at_last = 0, start_s, count
+    done, end_s = 0, start_s
     while done < tokens:
         size = min(me.pipeline_tokens, tokens - done)
         upto = done + size
         share = (float(upto) * upto - float(done) * done) / (float(tokens) * tokens)
-        count = count_at_last if upto == tokens else 1
-        chunk_s = iteration_s(w.law[i], count, size, attended * share, 0, 0)
-        handoff_s = me.handoff_s + me.handoff_s_per_token * size
-        at_s, longest_s = start_s, 0.0
-        for s in range(me.stages):
-            stage_s = chunk_s * w.stage[i, s].share + (handoff_s if s + 1 < me.stages else 0.0)
-            at_s = max(at_s, w.stage[i, s].free_s) + stage_s
-            w.stage[i, s].free_s = at_s
-            longest_s = max(longest_s, stage_s)
-        me.busy_s += longest_s
-        me.batch_s += longest_s * count_at_last
-        me.steps += 1
-        done, end_s = upto, at_s
+        chunk_s = iteration_s(w.law[i], count if upto == tokens else 1, size, attended * share, 0, 0)
+        _, _, end_s = pass_stages(w, i, now_s, chunk_s, count, size)
+        done = upto
     return start_s, w.stage[i, 0].free_s, end_s
 
 
@@ -413,26 +415,39 @@ def swap_in(w, i, lane):
 @inlined
 def _finish_chunks(w, i, lane, now_s):
     """Book the prompt chunks of this step; whoever has its whole prompt in gets its next token and decodes on."""
-    line = w.queue[chunking(w, lane)]
-    while line.size > 0:
-        it = w.request[line.head]
-        it.prefilled += it.chunk
-        it.chunk = 0
-        context = it.prompt + it.generated
-        if it.prefilled < context:
-            return
-        r = pop(w, chunking(w, lane))
-        if it.generated == 0:
-            it.prefill_end_s = now_s
-            it.first_step_s = now_s
-            check_ttft(w, r, now_s)
-        it.generated += 1
+    r = next_prefilled(w, lane, now_s)
+    while r >= 0:
+        it = w.request[r]
         if it.generated < it.output:
-            enter_lane(w, lane, r, context + 1)
+            enter_lane(w, lane, r, it.prompt + it.generated)
         else:
-            take_blocks(w, i, -blocks_of(w, context + 1))
+            take_blocks(w, i, -blocks_of(w, it.prompt + it.generated))
             w.instance[i].members -= 1
             finish(w, r, now_s)
+        r = next_prefilled(w, lane, now_s)
+
+
+@inlined
+def next_prefilled(w, lane, now_s):
+    """Book the first chunk of a step that ends at `now_s`; return its request, or -1 while its prompt is not all in.
+
+    With its prompt in, a request gets its next token and leaves the queue of chunks: ask again, for the one behind it.
+    """
+    line = w.queue[chunking(w, lane)]
+    if line.size == 0:
+        return -1
+    it = w.request[line.head]
+    it.prefilled += it.chunk
+    it.chunk = 0
+    if it.prefilled < it.prompt + it.generated:
+        return -1
+    r = pop(w, chunking(w, lane))
+    if it.generated == 0:
+        it.prefill_end_s = now_s
+        it.first_step_s = now_s
+        check_ttft(w, r, now_s)
+    it.generated += 1
+    return r
 
 
 @inlined

@@ -32,7 +32,9 @@ from planner.simulator.instance import (
     finish,
     join_lane,
     joining,
+    pass_stages,
     schedule,
+    slowest_share,
     take_blocks,
 )
 from planner.simulator.network import next_end_s, settle, take_finished
@@ -230,18 +232,9 @@ def _arrive(w, lookup, lone_s, row, r, now_s):
     w.scalar[0].last_entry = i
     it.prefill_at = i
     mine.lone_s = _lone_s(w, lone_s, row, i, it.prompt)
-    w.instance[i].queued_s += _slowest(w, i) * mine.lone_s
+    w.instance[i].queued_s += slowest_share(w, i) * mine.lone_s
     push(w, i, r)
     return i
-
-
-@inlined
-def _slowest(w, i):
-    """Return the share of the slowest stage of instance `i`."""
-    share = 0.0
-    for s in range(w.instance[i].stages):
-        share = max(share, w.stage[i, s].share)
-    return share
 
 
 @inlined
@@ -259,7 +252,7 @@ def _start_prefill(w, lookup, i, now_s):
             break
         r = pop(w, i)
         take_blocks(w, i, blocks)
-        left_s = me.queued_s - _slowest(w, i) * lookup[r].lone_s
+        left_s = me.queued_s - slowest_share(w, i) * lookup[r].lone_s
         me.queued_s = left_s if line.size > 0 else 0.0
         w.request[r].after = -1
         if first < 0:
@@ -270,7 +263,7 @@ def _start_prefill(w, lookup, i, now_s):
         count, tokens, attended = count + 1, tokens + prompt, attended + float(prompt) * prompt
     if count > 0:
         whole_s = lookup[first].lone_s if count == 1 else iteration_s(w.law[i], count, tokens, attended, 0, 0)
-        start_s, first_end_s, end_s = _pass(w, i, now_s, whole_s, count, tokens)
+        start_s, first_end_s, end_s = pass_stages(w, i, now_s, whole_s, count, tokens)
         r = first
         while r >= 0:
             w.request[r].prefill_start_s = start_s
@@ -278,26 +271,6 @@ def _start_prefill(w, lookup, i, now_s):
         schedule(w, end_s, BATCH_DONE, first)
         if me.stages > 1:
             schedule(w, first_end_s, STAGE_FREE, i)
-
-
-@inlined
-def _pass(w, i, now_s, whole_s, requests, tokens):
-    """Send an iteration through the stages of instance `i`; return when it starts, clears stage 0, and ends."""
-    me = w.instance[i]
-    start_s = max(now_s, w.stage[i, 0].free_s)
-    handoff_s = me.handoff_s + me.handoff_s_per_token * tokens
-    at_s, longest_s, first_end_s = start_s, 0.0, start_s
-    for s in range(me.stages):
-        stage_s = whole_s * w.stage[i, s].share + (handoff_s if s + 1 < me.stages else 0.0)
-        at_s = max(at_s, w.stage[i, s].free_s) + stage_s
-        w.stage[i, s].free_s = at_s
-        longest_s = max(longest_s, stage_s)
-        if s == 0:
-            first_end_s = at_s
-    me.busy_s += longest_s
-    me.batch_s += longest_s * requests
-    me.steps += 1
-    return start_s, first_end_s, at_s
 
 
 @inlined
@@ -438,7 +411,7 @@ def _start_step(w, i, lane, now_s):
         w.step[lane].time_s = np.inf
         return
     whole_s = iteration_s(w.law[i], 0, 0, 0.0, mine.running, mine.context)
-    start_s, _, end_s = _pass(w, i, now_s, whole_s, mine.running, mine.running)
+    start_s, _, end_s = pass_stages(w, i, now_s, whole_s, mine.running, mine.running)
     mine.in_flight = 1
     r = first_joined
     for _ in range(joined):
