@@ -108,7 +108,7 @@ class Degree:
 
     def error(self, phase: str) -> TermError | None:
         """Return the held-out error of one phase."""
-        return self.cost.prefill_error if phase == "prefill" else self.cost.decode_error
+        return self.cost.error(phase)
 
     def of(self, phase: str) -> list[Row]:
         """Return the measured rows of one phase."""

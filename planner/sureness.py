@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import exp, hypot, inf, log, sqrt
 from typing import NamedTuple
 
-from planner.cost.base import CostModel, TermError
+from planner.cost.base import CostModel
 from planner.replay import Placed
 from planner.search.goodput import Rate, Trial, goodput_rps
 from planner.search.layouts import Kind
@@ -91,7 +91,7 @@ def _latencies(placed: Placed) -> dict[Latency, float]:
 
 def _learnt_elsewhere(cost: CostModel, phase: str) -> bool:
     """Return True when the error is not that of these latencies but what such estimates were off by elsewhere."""
-    error = cost.prefill_error if phase == "prefill" else cost.decode_error
+    error = cost.error(phase)
     return error is None or error.settings == 0
 
 
@@ -101,7 +101,7 @@ def typical_error(cost: CostModel, phase: str) -> float:
     Their root mean square is often ruled by the ends of a grid, which are extrapolated only while they are left out;
     then what the median amounts to says more of the fit in use.
     """
-    error: TermError | None = cost.prefill_error if phase == "prefill" else cost.decode_error
+    error = cost.error(phase)
     return UNCHECKED[phase] if error is None else min(error.rms or inf, error.median / _MEDIAN_OF_NORMAL)
 
 

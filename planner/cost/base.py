@@ -94,6 +94,10 @@ class CostModel:
     gpu: str = ""
     """The GPU type it is of, where there may be several."""
 
+    def error(self, phase: str) -> TermError | None:
+        """Return the error of one phase, None where nothing is known of it."""
+        return self.prefill_error if phase == "prefill" else self.decode_error
+
     def slower(self, phase: str, share: float) -> CostModel:
         """Return the same with the steps of one phase longer by `share` (0.1: a tenth; below 0: shorter)."""
         parameters = self.parameters.copy()

@@ -30,9 +30,6 @@ UNPROFILED_ERROR = TermError(median=0.25, p95=0.65, worst=0.75, settings=0, rms=
 at TP 2, 4 and 8 (Splitwise) and of Llama-3.1-8B on H200 (Dynamo). An engine of 2023 at TP8 is off the most.
 `settings` is 0: none of them is of the GPU and model at hand."""
 
-_IMPOSSIBLE = 0.98
-"""Rows faster than this share of the data-sheet floor are no measurements (timers and peaks are rounded)."""
-
 _SIMPLER = 1.05
 """A family with more parameters must beat a simpler one by this factor."""
 
@@ -119,7 +116,7 @@ class _Physics:
         else:
             args = (self.model, self.gpu, sample.tp, sample.batch, sample.context_tokens)
             floor_s = physics.decode_floor_s(*args)
-        return sample.time_s >= _IMPOSSIBLE * floor_s
+        return sample.time_s >= physics.IMPOSSIBLE * floor_s
 
     def linear_terms(self, tp: int) -> dict[str, tuple[int, float, str]]:
         """Return place in the LINEAR vector, value and derivation of each term that physics can give."""

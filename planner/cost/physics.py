@@ -140,6 +140,10 @@ def collectives_s(model: ModelSpec, tp: int, bytes_per_s: float, latency_s: floa
     return rounds * (COLLECTIVE_S + latency_s), rounds * moved / (bytes_per_s * LINK_EFFICIENCY)
 
 
+IMPOSSIBLE = 0.98
+"""Rows faster than this share of the floors below are no measurements (timers and peaks are rounded)."""
+
+
 def prefill_floor_s(model: ModelSpec, gpu: Gpu, tp: int, shape: tuple[int, int, int]) -> float:
     """Return the least time [s] of (batch, new, cached) tokens at the peak: less is no measurement."""
     batch, new, cached = shape

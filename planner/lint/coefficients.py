@@ -9,7 +9,6 @@ import numpy as np
 
 from planner.cost import physics
 from planner.lint.base import Finding, Law, Table
-from planner.lint.rates import IMPOSSIBLE
 from planner.specs.profile import DecodeFit, PrefillFit
 
 _JUMP = 0.05
@@ -83,13 +82,13 @@ def _too_fast(law: Law) -> Iterator[str]:
     tp = law.fit.tp
     for tokens in _PROMPTS:
         floor_s = physics.prefill_floor_s(law.model, law.gpu, tp, (1, tokens, 0)) if law.model and law.gpu else 0.0
-        if (time_s := _prefill_s(law.fit.prefill, tokens)) < IMPOSSIBLE * floor_s or time_s <= 0:
+        if (time_s := _prefill_s(law.fit.prefill, tokens)) < physics.IMPOSSIBLE * floor_s or time_s <= 0:
             yield f"prefill of {tokens} tokens {1e3 * time_s:.3g} ms of at least {1e3 * floor_s:.3g}"
             break
     for batch in _BATCHES:
         for context in _CONTEXTS:
             floor_s = physics.decode_floor_s(law.model, law.gpu, tp, batch, context) if law.model and law.gpu else 0.0
-            if (time_s := _decode_s(law.fit.decode, batch, context)) < IMPOSSIBLE * floor_s or time_s <= 0:
+            if (time_s := _decode_s(law.fit.decode, batch, context)) < physics.IMPOSSIBLE * floor_s or time_s <= 0:
                 yield f"decode of {batch} x {context} tokens {1e3 * time_s:.3g} ms of at least {1e3 * floor_s:.3g}"
                 return
 
@@ -102,10 +101,10 @@ def _too_small(law: Law) -> Iterator[str]:
     flops = tp * physics.peak_flop_per_s(model, gpu)
     least_token_s = (model.matrix_flops_per_token - model.head_flops_per_token) / flops
     read_s = physics.kv_read_s(model, gpu, tp, efficiency=1.0)
-    if 0 < law.fit.prefill.per_token_s < IMPOSSIBLE * least_token_s:
+    if 0 < law.fit.prefill.per_token_s < physics.IMPOSSIBLE * least_token_s:
         yield f"prefill per token {1e6 * law.fit.prefill.per_token_s:.3g} us of at least {1e6 * least_token_s:.3g}"
     for name, fit in (("decode", law.fit.decode), ("decode_large", law.fit.decode_large)):
-        if fit and 0 < fit.per_context_token_s < IMPOSSIBLE * read_s:
+        if fit and 0 < fit.per_context_token_s < physics.IMPOSSIBLE * read_s:
             yield f"{name} per context token {1e9 * fit.per_context_token_s:.3g} ns of at least {1e9 * read_s:.3g}"
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from planner.cost.physics import IMPOSSIBLE
 from planner.lint.base import Finding, Series, Table, group_ids, show_time
 from planner.lint.floors import MEMORY
 
-IMPOSSIBLE = 0.98
-"""Rows faster than this share of the floor are no measurements: peaks are rounded, and so are times."""
 _MOST = 0.8
 """A unit was mixed up where so many of the rows are impossible; single ones are outliers, caches or typing errors."""
 _FACTOR = 1000.0
