@@ -122,7 +122,7 @@ def _spread(raw: Raw, name: str) -> np.ndarray | None:
     std, middle = (f"time_stats.{name}.{part}" for part in ("std", "mean"))
     if std not in raw.columns or middle not in raw.columns:
         return None
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # a mean of 1e-320 is a cell like any other
         return raw.optional(std) / raw.optional(middle)
 
 
