@@ -22,6 +22,7 @@ NOISE = 0.02
 """How far settings repeat: the tables at hand spread by 0.3 to 3 % between repeats."""
 _MOST_ROWS = 400
 _FINE = 4
+_NEAR = 2.0**-10
 _SLACK = 0.9
 _REACH = np.array([REACH_OCTAVES, REACH_OCTAVES, REACH_OCTAVES])
 
@@ -123,15 +124,24 @@ def rising(grid: np.ndarray, p: np.ndarray, decoding: bool) -> np.ndarray:
 def _slopes(p: np.ndarray, decoding: bool, axis: int) -> np.ndarray:
     """Return the least rise of the log time per octave within each step between two nodes along `axis`.
 
-    A longer prompt counts without its longer attention: a step may also grow by tokens that attend to little.
+    Rises are those at points of the step, not between them: where the law bends upwards, the mean over one is more
+    than the rise at its start. Points to either side count, too, up to the next nodes, since the grid is interpolated
+    there. A longer prompt counts without its longer attention: a step may also grow by tokens that attend to little.
     """
-    within = np.arange(_FINE + 1) / _FINE
-    each = np.arange(kernel.LONG)[:, None, None] + float(kernel.FIRST_LONG)
-    many = np.arange(kernel.SHORT)[None, :, None] + 0.0
-    grid = (each[:-1] + within, many, each[:-1]) if axis == 0 else (each, many[:, :-1] + within, each)
+    starts = np.linspace(0.0, 1.0 - _NEAR, _FINE + 1)
+    within = np.stack([starts, starts + _NEAR], axis=1).ravel()
+    aside = np.arange(-_FINE, _FINE + 1)[:, None] / _FINE
+    each = np.arange(kernel.LONG)[:, None, None, None] + float(kernel.FIRST_LONG)
+    many = np.arange(kernel.SHORT)[None, :, None, None] + 0.0
+    if axis == 0:
+        grid = (each[:-1] + within, np.clip(many + aside, 0, kernel.SHORT - 1), each[:-1])
+    else:
+        beside = np.clip(each + aside, kernel.FIRST_LONG, kernel.FIRST_LONG + kernel.LONG - 1)
+        grid = (beside, many[:, :-1] + within, beside)
     axes = [2.0**values for values in np.broadcast_arrays(*grid)]
     time_s = predict(p, _shapes(axes[0].ravel(), axes[1].ravel(), axes[2].ravel(), decoding)).reshape(axes[0].shape)
-    return np.asarray(np.diff(np.log(time_s), axis=2).min(axis=2) * _FINE)
+    pairs = np.log(time_s).reshape(*time_s.shape[:2], -1, 2)
+    return np.asarray((pairs[..., 1] - pairs[..., 0]).min(axis=2) / _NEAR)
 
 
 def _shapes(each: np.ndarray, requests: np.ndarray, attending: np.ndarray, decoding: bool) -> np.ndarray:
