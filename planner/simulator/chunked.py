@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from planner.compiled import inlined
 from planner.policies.decode import admits_whole, reusable_blocks
+from planner.policies.preempt import prefill_leaves_first
 from planner.policies.prefill import chunk_tokens
 from planner.simulator.instance import (
     alone_s,
@@ -114,7 +115,7 @@ def _make_room(w, i, lane):
     if preempted:  # the first of them get the last blocks before somebody has to leave
         me.least_free_blocks = 0
     while w.residue[lane, at] > me.free_blocks:
-        if w.queue[chunking(w, lane)].size > 0:  # the last one in
+        if prefill_leaves_first(w.queue[chunking(w, lane)].size):
             _put_back_chunk(w, i, lane)
         else:
             r = mine.newest
