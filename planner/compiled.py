@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,31 @@ _SOURCES = ("compiled.py", "cost/kernel.py", "policies/*.py", "simulator/*.py")
 def cache_folder() -> Path:
     """Return the folder that holds the compiled code of exactly these sources."""
     package = Path(__file__).parent
+    return folder_of(path for pattern in _SOURCES for path in sorted(package.glob(pattern)))
+
+
+def folder_of(sources: Iterable[Path]) -> Path:
+    """Return the folder that holds the compiled code of exactly `sources`."""
     digest = hashlib.sha256(numba.__version__.encode())
-    for pattern in _SOURCES:
-        for path in sorted(package.glob(pattern)):
-            digest.update(path.read_bytes())
+    for path in sources:
+        digest.update(path.read_bytes())
     root = os.environ.get("GOODPUT_CACHE_DIR") or Path.home() / ".cache" / "goodput-planner"
     return Path(root) / digest.hexdigest()[:16]
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Return `function` compiled on first call, and loaded from the cache from then on."""
+    return _one_variant(compiled_in(cache_folder(), function))
+
+
+def compiled_in(folder: Path, function: Callable[..., Any], *signature: Any, **options: Any) -> Any:
+    """Return `function` compiled, its code kept in `folder`: at once where there is a signature, else on first call."""
     config: Any = numba.config
+    njit: Any = numba.njit
     before = config.CACHE_DIR
     try:
-        config.CACHE_DIR = str(cache_folder())
-        return _one_variant(numba.njit(cache=True)(function))
+        config.CACHE_DIR = str(folder)
+        return njit(*signature, cache=True, **options)(function)
     finally:
         config.CACHE_DIR = before
 
