@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 topology_app = typer.Typer(no_args_is_help=True, help="Look at a cluster as the planner sees it.")
 app.add_typer(topology_app, name="topology")
-profile_app = typer.Typer(no_args_is_help=True, help="Check the measurements that plans rest on.")
+profile_app = typer.Typer(no_args_is_help=True, invoke_without_command=True)
 app.add_typer(profile_app, name="profile")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -283,6 +283,142 @@ def topology_show(
         console.print(describe_path(topology, parse_gpu(topology, from_), parse_gpu(topology, to)))
     else:
         console.print(describe(topology))
+
+
+@profile_app.callback(
+    help="""Measure a model on this machine: what a step of the engine takes, and how fast bytes move.
+
+Every measurement is kept as it is made, in FILE.journal: after Ctrl-C or a crash the same command goes on. Ends with
+the fit report, and the error on settings that no fit has seen.
+
+Examples:
+
+  planner profile --model smollm2 -o smollm2.yaml
+
+  planner profile --model ./llama --devices 0,1 --tp 1,2 --pp 1,2 --time-budget 10m -o profile.yaml
+
+  planner profile --model llama3.1-8b --load-format dummy --dtype bfloat16 -o llama.yaml
+""",
+)
+def profile_command(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="smollm2, a .gguf file, a model's folder, a config.json or a preset."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the profile (YAML) here.")] = None,
+    tp: Annotated[str, typer.Option("--tp", help="Tensor-parallel degrees.", metavar="N,...")] = "1",
+    pp: Annotated[str, typer.Option("--pp", help="Pipeline stages.", metavar="N,...")] = "1",
+    devices: Annotated[
+        str | None, typer.Option("--devices", help="GPUs, or cores of the CPU; by default all.", metavar="N,...")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: the GPUs where there are any.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, bfloat16 or float16; by default that of the weights.")
+    ] = "",
+    load_format: Annotated[
+        str, typer.Option("--load-format", help="auto, or dummy: random weights of that size.")
+    ] = "auto",
+    time_budget: Annotated[str, typer.Option("--time-budget", help="How long it may take in all.")] = "10m",
+    name: Annotated[str, typer.Option("--name", help="What the profile is called.")] = "",
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", min=0, help="Most requests in a step; 0: 256, 32 on a CPU.")
+    ] = 0,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=0, help="Most tokens in a step; 0: 16384, 4096 on a CPU.")
+    ] = 0,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads of a rank; 0: its share.")] = 0,
+    links: Annotated[bool, typer.Option("--links/--no-links", help="Time links, copies and the disk, too.")] = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over, whatever was measured before.")] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Luck of weights and settings.")] = 0,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    if model is None or output is None:
+        raise InputError("expected --model and -o, such as: planner profile --model smollm2 -o smollm2.yaml")
+    from profiler import cli as profiling
+
+    options = profiling.Options(
+        model=model,
+        output=output,
+        tps=profiling.parse_numbers(tp, "--tp", 1),
+        pps=profiling.parse_numbers(pp, "--pp", 1),
+        devices=profiling.parse_numbers(devices, "--devices", 0) if devices else (),
+        device=device,
+        dtype=profiling.parse_choice(dtype, "--dtype", ("", "float32", "bfloat16", "float16")),
+        load_format=profiling.parse_load_format(load_format),
+        budget_s=profiling.parse_seconds(time_budget),
+        seed=seed,
+        fresh=fresh,
+        quiet=quiet,
+        links=links,
+        name=name,
+        max_requests=max_batch,
+        max_tokens=max_tokens,
+        threads=threads,
+    )
+    outcome = profiling.run(options)
+    if json:
+        from planner.specs.base import dump_json
+
+        print(dump_json(profiling.to_json(outcome)))
+        return
+    console = _console()
+    for piece in profiling.render(outcome):
+        console.print(piece)
+    console.print(f"Profile written to {output}", soft_wrap=True)
+
+
+@profile_app.command(
+    "import",
+    help="""Make a profile of what a benchmark client saw of a real server.
+
+Takes what `vllm bench serve --save-result --save-detailed` and `python -m sglang.bench_serving --output-details` save.
+Prefill comes from requests that met an idle server (run the client with --max-concurrency 1), decode from steps during
+which nobody waited for a first token (several runs with a limit: 4, 16, 64; equal output lengths help).
+
+Examples:
+
+  planner profile import one.json sixteen.json --gpu h100-80gb --tp 1 -o profile.yaml
+
+  planner profile import bench.jsonl --from sglang --gpu h200 -o profile.yaml
+""",
+)
+def profile_import(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Saved runs (JSON).", show_default=False)],
+    gpu: Annotated[str, typer.Option("--gpu", help="The GPU that it ran on: a preset's name.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the profile (YAML) here.")],
+    from_: Annotated[str, typer.Option("--from", help="vllm, sglang, or auto.")] = "auto",
+    model: Annotated[str | None, typer.Option("--model", help="The model, where the file does not name it.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, max=1024, help="Ranks, where the file is silent.")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", min=1, max=1024, help="Stages, where the file is silent.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Type of the weights.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="What the profile is called.")] = None,
+    json: Json = False,
+) -> None:
+    from planner.sources.bench_profile import Given, import_runs
+    from planner.sources.bench_runs import READERS
+    from planner.sources.profiles import to_yaml
+    from planner.specs.base import check_output, dump_json, suggest, write_text
+
+    if from_ not in ("auto", *READERS):
+        known = ["auto", *READERS]
+        raise InputError(f"--from: expected {', '.join(known)}, got {from_!r}{suggest(from_, known)}")
+    check_output(output, *files)
+    profile = import_runs(files, from_, Given(gpu, model, tp, pp, dtype, name))
+    write_text(output, to_yaml(profile))
+    rows = list(profile.samples.each) if profile.samples else []
+    counts = {phase: sum(row.phase == phase for row in rows) for phase in ("prefill", "decode")}
+    if json:
+        print(dump_json({"profile": profile.name, "rows": counts, "notes": list(profile.provenance.notes)}))
+        return
+    console = _console()
+    console.print(f"{profile.name}: {counts['prefill']} prefill rows, {counts['decode']} decode rows")
+    for note in profile.provenance.notes:
+        console.print(f"  {note}")
+    console.print(f"Profile written to {output}; look at it with: planner fit {output}", soft_wrap=True)
 
 
 @profile_app.command(

@@ -188,13 +188,22 @@ def _is_profile(document: Document) -> bool:
 
 def _of_profile(document: Document, model: str | None, gpu: str | None) -> FitReport:
     profile = read_profile(document)
-    found_model = _meant("model", profile.model, model, document)
-    found_gpu = _meant("gpu", profile.gpu, gpu, document)
+    found_model = (None if model else profile.measured_model) or _meant("model", profile.model, model, document)
+    found_gpu = (None if gpu else profile.measured_gpu) or _meant("gpu", profile.gpu, gpu, document)
+    return _fitted(profile, found_model, found_gpu, document)
+
+
+def report_of_profile(profile: Profile) -> FitReport:
+    """Return the report of a profile in memory, which brings its model and device or names presets."""
+    return _of_profile(Document(profile.model_dump(mode="json", exclude_defaults=True), profile.name), None, None)
+
+
+def _fitted(profile: Profile, model: ModelSpec, gpu: Gpu, document: Document) -> FitReport:
     try:
-        costs = fit_sound(profile, found_model, found_gpu)
+        costs = fit_sound(profile, model, gpu)
     except InputError as error:
         raise InputError([document.fault(fault.message) for fault in error.faults]) from None
-    return fit_report(found_model, found_gpu, profile, costs.values())
+    return fit_report(model, gpu, profile, costs.values())
 
 
 def _meant(kind: str, name: str, given: str | None, document: Document) -> Any:

@@ -17,7 +17,8 @@ from planner import cli
 from planner.cli import _run
 from planner.specs.base import parse
 
-COMMANDS = (("plan",), ("fit",), ("simulate",), ("schema",), ("topology", "show"), ("profile", "lint"))
+COMMANDS = (("plan",), ("fit",), ("simulate",), ("schema",), ("topology", "show"))
+COMMANDS += (("profile",), ("profile", "lint"), ("profile", "import"))
 PROBLEM = """\
 model: opt-13b
 cluster: a100-4gpu

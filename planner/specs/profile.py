@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, field_validator, model_validator
 
 from planner.specs.base import Spec
+from planner.specs.gpu import Gpu
+from planner.specs.measured import Accuracy, Environment, MixedSamples, Overhead, Transfer
+from planner.specs.model import ModelSpec
 from planner.specs.units import Count, Name
 
 FORMAT = 1
@@ -18,6 +21,16 @@ _REQUIRED = ("phase", "tp", "batch", "time_s")
 _DEFAULTS: dict[str, int] = {"pp": 1, "prompt_tokens": 0, "cached_tokens": 0, "context_tokens": 0, "output_tokens": 0}
 _LIMIT = 10**9
 _LONGEST_S = 86400.0
+_LATER = (
+    "held_out",
+    "accuracy",
+    "mixed",
+    "transfers",
+    "overheads",
+    "environment",
+    "measured_model",
+    "measured_gpu",
+)
 
 
 class Sample(NamedTuple):
@@ -198,6 +211,17 @@ class Profile(Spec):
     samples: Samples | None = None
     coefficients: tuple[Coefficients, ...] = ()
     kv_tokens: tuple[KvTokens, ...] = ()
+    held_out: Samples | None = None
+    """Measured like `samples`, at settings drawn at random; never fitted, only compared with what a fit says."""
+    accuracy: tuple[Accuracy, ...] = ()
+    mixed: MixedSamples | None = None
+    transfers: tuple[Transfer, ...] = ()
+    overheads: tuple[Overhead, ...] = ()
+    environment: Environment | None = None
+    measured_model: ModelSpec | None = None
+    """The model as it was measured, where no preset says it (another type of weights, a configuration of one's own)."""
+    measured_gpu: Gpu | None = None
+    """The device, where no preset describes it; peaks are the best that was seen on it, not a data sheet's."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Profile:
@@ -237,6 +261,10 @@ class Profile(Spec):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content, independent of how the file was laid out."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        """SHA-256 of the content, independent of how the file was laid out.
+
+        Fields that came later count only where they are set, so that a profile without them keeps its digest.
+        """
+        later = {name for name in _LATER if getattr(self, name) in (None, ())}
+        text = json.dumps(self.model_dump(mode="json", exclude=later), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
