@@ -5,6 +5,7 @@ from __future__ import annotations
 from planner.specs.base import load_preset, preset_names, validate
 from planner.specs.model import ModelSpec, Moe
 from runtime.model_config import ModelConfig
+from runtime.tensor_shapes import POSITION_OFFSET
 
 
 def spec_of(config: ModelConfig, name: str, dtype: str) -> ModelSpec:
@@ -20,7 +21,7 @@ def spec_of(config: ModelConfig, name: str, dtype: str) -> ModelSpec:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
-        position_rows=config.max_positions + 2 if opt else 0,
+        position_rows=config.max_positions + POSITION_OFFSET if opt else 0,
         tied_embeddings=config.tied_embeddings,
         gated_mlp=not opt,
         biases=_biases(config),  # type: ignore[arg-type]

@@ -167,13 +167,14 @@ class Engine:
         if sequence.text is None:
             sequence.text = self._new_text(request)
         sequence.told = sequence.chosen
-        text = "".join([sequence.text.add(token) for token in sequence.output[first:]])
+        tokens = tuple(sequence.tokens[len(request.prompt) + first :])
+        text = "".join([sequence.text.add(token) for token in tokens])
         if sequence.text.finish_reason:
             self.scheduler.finish(sequence)
         return Delta(
             request.id,
             sequence.index,
-            tuple(sequence.output[first:]),
+            tokens,
             text,
             tuple(sequence.logprobs[first:]),
             tuple(sequence.top[first:]),

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from planner.errors import PlannerError
 from runtime.model_files import LoadFormat, open_model
 from runtime.settings import EngineSettings
-from runtime.shard import Shard, check_tp, stages
+from runtime.shard import Shard, stages
 from runtime.step import Step, StepOutput
 from runtime.worker import Worker
 
@@ -143,7 +143,6 @@ class _Stage:
         layers = stages(files.config, settings.pp, settings.stage_layers)[stage]
         group = groups[stage] if settings.tp > 1 else None
         shard = Shard(layers, files.config.layers, settings.tp, tp_rank, group)
-        check_tp(files.config, settings.tp)
         self.worker = Worker(files.config, files.weights, shard, settings, device)
         self._before, self._after = rank - settings.tp, rank + settings.tp
         self._tells = shard.last and tp_rank == 0

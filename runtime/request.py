@@ -38,11 +38,6 @@ class Sequence:
     """Chosen tokens that the engine has told."""
 
     @property
-    def output(self) -> list[int]:
-        """Return the tokens chosen so far."""
-        return self.tokens[len(self.request.prompt) :]
-
-    @property
     def chosen(self) -> int:
         """Return how many tokens have been chosen."""
         return len(self.tokens) - len(self.request.prompt)
@@ -60,7 +55,6 @@ class Request:
     """Hashes of the blocks that its first sequence may find in the cache."""
     live: list[Sequence] = field(default_factory=list)
     """Sequences that go on, the first of which runs the prompt."""
-    finished: list[Sequence] = field(default_factory=list)
     beams: Beams | None = None
     aborted: bool = False
 

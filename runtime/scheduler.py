@@ -221,9 +221,8 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         for sequence in request.live:
-            if sequence.started:
-                self.cache.free(sequence.id)
-            sequence.started, sequence.row = False, None
+            self._free(sequence)
+            sequence.row = None
 
     def _swap_in(self, plan: Plan) -> None:
         """Bring back requests from the host, those preempted last first, for they were admitted before the others."""
@@ -339,7 +338,6 @@ class Scheduler:
         """End one answer and free its blocks; the request ends with the last one."""
         request = sequence.request
         request.live.remove(sequence)
-        request.finished.append(sequence)
         self._free(sequence)
         if not request.live and request in self.running:
             self.running.remove(request)
