@@ -103,13 +103,11 @@ class _Run:
 
     @classmethod
     def of(cls, options: Options, watch: Quiet | _Lines) -> _Run:
-        import torch
-
         from profiler.device import preset_gpu
         from profiler.model import same_preset, spec_of
-        from runtime.model_files import open_model
+        from runtime.model_files import open_model, torch_dtype
 
-        wanted = getattr(torch, options.dtype) if options.dtype else None
+        wanted = torch_dtype(options.dtype)
         files = open_model(options.model, wanted, options.load_format, tokenizer=False, seed=options.seed)
         dtype = options.dtype or files.config.dtype
         spec = spec_of(files.config, _name(files.name), dtype)

@@ -20,6 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 
 from planner.errors import Fault, InputError
+from planner.specs.base import short
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -69,7 +70,7 @@ class GgufFile:
         """Return the metadata under `key`, of type `kind`, or `default`. Raises InputError for another type."""
         value = self.metadata.get(key, default)
         if value is not default and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise self.fault(f"{key}: expected {_name(kind)}, got {_short(value)}")
+            raise self.fault(f"{key}: expected {_name(kind)}, got {short(value)}")
         return value
 
     def require(self, key: str, kind: type | tuple[type, ...]) -> Any:
@@ -195,7 +196,7 @@ class _Reader:
 
     def _aligned(self, alignment: Any) -> int:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self._fault(f"general.alignment: expected a power of two, got {_short(alignment)}")
+            raise self._fault(f"general.alignment: expected a power of two, got {short(alignment)}")
         return -(-self._at // alignment) * alignment
 
     def _fault(self, message: str) -> InputError:
@@ -213,11 +214,6 @@ def can_dequantise(kind: GGMLQuantizationType) -> bool:
     except (NotImplementedError, KeyError):
         return False
     return True
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 _NAMES: dict[type, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import Fault, InputError
-from planner.specs.base import Document, parse, read_text
+from planner.specs.base import Document, parse, read_text, short
 from runtime.json_file import read_json
 from runtime.model_config import ModelConfig, RopeScaling
 
@@ -96,7 +96,7 @@ class _Keys:
         if found is None:
             return default
         if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
-            self.fault(f"expected {_NAMES[kind]}, got {_short(found)}", key)
+            self.fault(f"expected {_NAMES[kind]}, got {short(found)}", key)
             return default
         return found
 
@@ -125,7 +125,7 @@ class _Keys:
         """Record a fault unless `key` is absent, null or `wanted`."""
         found = self.document.data.get(key)
         if found is not None and found != wanted:
-            self.fault(f"expected {json.dumps(wanted)}, got {_short(found)}: {why}", key)
+            self.fault(f"expected {json.dumps(wanted)}, got {short(found)}: {why}", key)
 
     def token(self, key: str) -> int | None:
         """Return a token id, or None."""
@@ -137,7 +137,7 @@ class _Keys:
         found = self.document.data.get(key)
         listed = found if isinstance(found, list) else [] if found is None else [found]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in listed):
-            self.fault(f"expected a token id or a list of them, got {_short(found)}", key)
+            self.fault(f"expected a token id or a list of them, got {short(found)}", key)
             return ()
         return tuple(dict.fromkeys(listed))
 
@@ -181,7 +181,7 @@ def _positions(config: _Keys, family: _Family) -> int:
     window = family.window if absent else config.value("sliding_window", int)
     for index, kind in enumerate(config.value("layer_types", list, [])):
         if kind not in ("full_attention", "sliding_attention"):
-            config.fault(f"expected full_attention or sliding_attention, got {_short(kind)}", "layer_types", index)
+            config.fault(f"expected full_attention or sliding_attention, got {short(kind)}", "layer_types", index)
     return min(longest, window or longest)
 
 
@@ -249,7 +249,7 @@ def _refuse_quantised(config: _Keys) -> None:
     for key in ("quantization_config", "compression_config"):
         if given := config.value(key, dict):
             method = given.get("quant_method", "unnamed")
-            config.fault(f"weights quantised by {_short(method)} are not supported; take the unquantised model", key)
+            config.fault(f"weights quantised by {short(method)} are not supported; take the unquantised model", key)
 
 
 def _dtype(config: _Keys) -> str:
@@ -257,7 +257,7 @@ def _dtype(config: _Keys) -> str:
     key = "dtype" if config.document.data.get("dtype") else "torch_dtype"
     name = str(config.value(key, str, "float32")).removeprefix("torch.")
     if name not in _DTYPES:
-        config.fault(f"expected {', '.join(_DTYPES)}, got {_short(name)}", key)
+        config.fault(f"expected {', '.join(_DTYPES)}, got {short(name)}", key)
     return name
 
 
@@ -280,8 +280,3 @@ _NAMES: dict[Any, str] = {
     list: "a list",
     dict: "a mapping",
 }
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

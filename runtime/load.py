@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from runtime.engine import Engine
 from runtime.executor import Executor
 from runtime.local_executor import LocalExecutor
-from runtime.model_files import LoadFormat, ModelFiles, open_model
+from runtime.model_files import LoadFormat, ModelFiles, open_model, torch_dtype
 from runtime.rank_executor import RankExecutor
 from runtime.rank_process import place
 from runtime.settings import EngineSettings
@@ -27,8 +25,7 @@ def load_engine(
     One rank runs in this process; several are processes of their own, ended by `Engine.close`. Raises InputError for
     what cannot be served, OutOfMemoryError for what does not fit, RankDiedError when a rank does not come up.
     """
-    dtype = getattr(torch, settings.dtype) if settings.dtype else None
-    files = open_model(source, dtype, load_format)
+    files = open_model(source, torch_dtype(settings.dtype), load_format)
     return Engine(files.config, load_executor(files, source, settings, load_format), settings, files.tokenizer)
 
 

@@ -38,6 +38,12 @@ class ModelFiles:
     """None for a model without one: prompts are then token ids."""
 
 
+def torch_dtype(name: str) -> torch.dtype | None:
+    """Return the type that a setting names; None for the empty name, which means that of publication."""
+    found: torch.dtype | None = getattr(torch, name) if name else None
+    return found
+
+
 def open_model(
     source: str | Path,
     dtype: torch.dtype | None = None,

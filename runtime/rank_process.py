@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlannerError
-from runtime.model_files import LoadFormat, open_model
+from runtime.model_files import LoadFormat, open_model, torch_dtype
 from runtime.settings import EngineSettings
 from runtime.shard import Shard, stages
 from runtime.step import Step, StepOutput
@@ -137,8 +137,7 @@ class _Stage:
         groups = [
             dist.new_group(list(range(stage * settings.tp, (stage + 1) * settings.tp))) for stage in range(settings.pp)
         ]
-        dtype = getattr(torch, settings.dtype) if settings.dtype else None
-        files = open_model(task.source, dtype, task.load_format, tokenizer=False)
+        files = open_model(task.source, torch_dtype(settings.dtype), task.load_format, tokenizer=False)
         stage, tp_rank = divmod(rank, settings.tp)
         layers = stages(files.config, settings.pp, settings.stage_layers)[stage]
         group = groups[stage] if settings.tp > 1 else None

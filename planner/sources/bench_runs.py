@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from planner.errors import Fault, InputError
-from planner.specs.base import read_text
+from planner.specs.base import read_text, short
 
 _MOST_REQUESTS = 1_000_000
 _NO_GAP = 0.2
@@ -145,8 +145,7 @@ class _Record:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return short(value, 40)
 
 
 # ---- vLLM

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from planner.errors import Fault, InputError
-from planner.specs.base import Document, show_path, validate
+from planner.specs.base import Document, short, show_path, validate
 from planner.specs.model import Attention, Biases, Dtype, ModelSpec
 
 LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
@@ -202,7 +202,7 @@ class _Config:
         value = self.data[key]
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= 10**9:
             return value
-        self.fault(f"expected a whole number from {least} to 10^9, got {_short(value)}", key)
+        self.fault(f"expected a whole number from {least} to 10^9, got {short(value)}", key)
         return least
 
     def required(self, *names: str) -> int:
@@ -219,7 +219,7 @@ class _Config:
         value = self.data[key] if key else None
         if key is None or isinstance(value, bool):
             return value
-        self.fault(f"expected true or false, got {_short(value)}", key)
+        self.fault(f"expected true or false, got {short(value)}", key)
         return None
 
     def text(self, *names: str) -> str | None:
@@ -228,7 +228,7 @@ class _Config:
         value = self.data[key] if key else None
         if key is None or isinstance(value, str):
             return value
-        self.fault(f"expected text, got {_short(value)}", key)
+        self.fault(f"expected text, got {short(value)}", key)
         return None
 
     def part(self, name: str) -> _Config | None:
@@ -237,7 +237,7 @@ class _Config:
         if isinstance(value, dict):
             return _Config(self.document.at(name), (), (), self.faults, self.notes)
         if value is not None:
-            self.fault(f"expected a mapping, got {_short(value)}", name)
+            self.fault(f"expected a mapping, got {short(value)}", name)
         return None
 
     def items(self, name: str) -> list[Any] | None:
@@ -245,7 +245,7 @@ class _Config:
         value = self.data.get(name)
         if value is None or isinstance(value, list):
             return value
-        self.fault(f"expected a list, got {_short(value)}", name)
+        self.fault(f"expected a list, got {short(value)}", name)
         return None
 
     def inherited(self, *names: str) -> _Config:
@@ -350,7 +350,7 @@ def _family(config: _Config) -> tuple[str, _Family]:
                     return label, _FAMILIES[label]
     kind = config.inherited("model_type").data.get("model_type")
     label = kind if isinstance(kind, str) and kind else "unnamed"
-    config.notes.append(f"model family {_short(label)} is not known: read like llama")
+    config.notes.append(f"model family {short(label)} is not known: read like llama")
     return label, _PLAIN
 
 
@@ -379,7 +379,7 @@ def _dtype(config: _Config) -> Dtype:
 def _known_dtype(config: _Config, text: str, key: str) -> Dtype:
     dtype = _DTYPES.get(text.lower().removeprefix("torch."))
     if dtype is None:
-        config.fault(f"expected a number type such as bfloat16, float16 or fp8, got {_short(text)}", key)
+        config.fault(f"expected a number type such as bfloat16, float16 or fp8, got {short(text)}", key)
     return dtype or "bfloat16"
 
 
@@ -494,7 +494,7 @@ def _dense_layers(config: _Config, layers: int) -> Iterator[int]:
         if isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < layers:
             yield layer
         else:
-            config.fault(f"expected a layer from 0 to {layers - 1}, got {_short(layer)}", "mlp_only_layers", index)
+            config.fault(f"expected a layer from 0 to {layers - 1}, got {short(layer)}", "mlp_only_layers", index)
     frequency = config.data.get("moe_layer_freq")
     if isinstance(frequency, list):
         yield from (layer for layer, mixture in enumerate(frequency[:layers]) if not mixture)
@@ -535,7 +535,7 @@ def _layer_types(config: _Config, layers: int) -> list[Attention] | None:
         return None
     for index, kind in enumerate(types):
         if not isinstance(kind, str) or kind not in _ATTENTION:
-            config.fault(f"expected one of {', '.join(_ATTENTION)}, got {_short(kind)}", "layer_types", index)
+            config.fault(f"expected one of {', '.join(_ATTENTION)}, got {short(kind)}", "layer_types", index)
             return None
     if len(types) != layers:
         config.fault(f"expected {layers} entries, one per layer, got {len(types)}", "layer_types")
@@ -599,7 +599,7 @@ def _block(config: _Config, name: str) -> tuple[int, int] | None:
         return None
     if len(block) == 2 and all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in block):
         return block[0], block[1]
-    config.fault(f"expected two block sides such as [128, 128], got {_short(block)}", name)
+    config.fault(f"expected two block sides such as [128, 128], got {short(block)}", name)
     return None
 
 
@@ -670,8 +670,3 @@ def _modelopt(config: _Config) -> dict[str, Any] | None:
     if algorithm == "NVFP4":
         return {"bits": 4, "group_size": 16, "scale_bytes": 1, "activation_bits": 4}
     return _compressed_tensors(config) if config.key(("config_groups",)) else _grouped(config)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

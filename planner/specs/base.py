@@ -369,9 +369,14 @@ def _percent(value: Any, context: dict[str, Any]) -> str:
     return f"; for a percentage write {value}%" if bare else ""
 
 
+def short(value: Any, most: int = 60) -> str:
+    """Return how Python writes `value`, cut to `most` characters: for errors that quote what came."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def _short(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "nothing" if value is None else short(value)
 
 
 def topologies_folder() -> Path:

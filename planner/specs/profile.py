@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from planner.specs.base import Spec
+from planner.specs.base import Spec, short
 from planner.specs.gpu import Gpu
 from planner.specs.measured import Accuracy, Environment, MixedSamples, Overhead, Transfer
 from planner.specs.model import ModelSpec
@@ -54,16 +54,16 @@ class Sample(NamedTuple):
 def row_fault(columns: tuple[str, ...], row: Any) -> str | None:
     """Return what is wrong with one row of a samples table, or None."""
     if not isinstance(row, list | tuple) or len(row) != len(columns):
-        return f"expected a list of {len(columns)} values ({', '.join(columns)}), got {_short(row)}"
+        return f"expected a list of {len(columns)} values ({', '.join(columns)}), got {short(row)}"
     values = dict(zip(columns, row, strict=True))
     if values["phase"] not in ("prefill", "decode"):
-        return f"phase: expected prefill or decode, got {_short(values['phase'])}"
+        return f"phase: expected prefill or decode, got {short(values['phase'])}"
     for name in (name for name in columns if name not in ("phase", "time_s")):
         if fault := _count_fault(name, values[name]):
             return fault
     time_s = values["time_s"]
     if isinstance(time_s, bool) or not isinstance(time_s, int | float) or not 0 < time_s <= _LONGEST_S:
-        return f"time_s: expected seconds above 0 and up to {_LONGEST_S:g}, got {_short(time_s)}"
+        return f"time_s: expected seconds above 0 and up to {_LONGEST_S:g}, got {short(time_s)}"
     needed = "prompt_tokens" if values["phase"] == "prefill" else "context_tokens"
     return None if values.get(needed, 0) > 0 else f"{needed}: a {values['phase']} row needs at least 1"
 
@@ -71,13 +71,8 @@ def row_fault(columns: tuple[str, ...], row: Any) -> str | None:
 def _count_fault(name: str, value: Any) -> str | None:
     low = 1 if name in ("tp", "pp", "batch") else 0
     if isinstance(value, bool) or not isinstance(value, int):
-        return f"{name}: expected a whole number, got {_short(value)}"
+        return f"{name}: expected a whole number, got {short(value)}"
     return None if low <= value <= _LIMIT else f"{name}: expected {low} to {_LIMIT}, got {value}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Samples(Spec):
@@ -100,7 +95,7 @@ class Samples(Spec):
     @classmethod
     def _no_silent_coercion(cls, rows: Any) -> Any:
         if not isinstance(rows, list | tuple):
-            raise ValueError(f"expected a list of rows, got {_short(rows)}")
+            raise ValueError(f"expected a list of rows, got {short(rows)}")
         return tuple(tuple(row) if isinstance(row, list) else row for row in rows)
 
     @model_validator(mode="after")
