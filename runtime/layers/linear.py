@@ -15,6 +15,10 @@ from torch.nn import functional
 _ROWS = 16
 """oneDNN chooses its blocks for so many rows: those chosen for 16 were the fastest, or as fast, for 1 to 512."""
 
+_FEWEST_ROWS = 4
+"""One to three rows take longer than four, whose kernel reads the weights as fast as memory gives them: decode steps of
+SmolLM2 in fp32 on one core took 56, 63 and 52 ms, and take 51 (docs/decisions/0019-cpu-speed.md)."""
+
 
 class Dense:
     """A matrix product with a weight [out, in] and an optional bias [out]. Hold on to `weight` and it costs twice."""
@@ -30,9 +34,17 @@ class Dense:
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out] for x [T, in]."""
         if self._packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", (), "")
-            return y
+            return self._product(x) if len(x) >= _FEWEST_ROWS else self._of_few(x)
         return functional.linear(x, self._weight, self._bias)
+
+    def _product(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", (), "")
+        return y
+
+    def _of_few(self, x: Tensor) -> Tensor:
+        """Return the product for fewer rows than the kernels like."""
+        rows = len(x)
+        return self._product(functional.pad(x, (0, 0, 0, _FEWEST_ROWS - rows)))[:rows]
 
 
 def can_pack(weight: Tensor) -> bool:
