@@ -32,6 +32,14 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """An answer that goes on: its tokens so far were chosen, and told, by another instance."""
+
+    index: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """One whole answer; the fields are those of Delta."""
 

@@ -30,6 +30,7 @@ def build_step(plan: Plan, cache: KVCache, number: int, eos_ids: tuple[int, ...]
         sampled=np.repeat(starts[1:] - 1, rows),
         choices=_choices(entries, eos_ids, most_logprobs),
         copies=tuple(plan.copies),
+        tickets=tuple(it.sequence.request.ticket for it in entries if it.rows and it.sequence.request.ticket),
     )
 
 

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from itertools import count
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from planner.errors import InputError
-from planner.policies.decode import blocks_for
-from runtime.answer import Answer, Delta, whole
+from runtime.admissible import Room, check_request, no_room_for
+from runtime.answer import Answer, Begun, Delta, whole
 from runtime.beam import Beams
 from runtime.build_step import build_step
 from runtime.executor import Executor
@@ -31,6 +31,20 @@ if TYPE_CHECKING:
 GREEDY = Sampling()
 
 
+class Reserved(NamedTuple):
+    """Blocks of a request whose KV is on its way; the first `known_tokens` tokens of them are there already."""
+
+    known_tokens: int
+    blocks: tuple[int, ...]
+
+
+class HandOver(NamedTuple):
+    """A prompt that has run, and its answers so far, which a decode instance is to go on with."""
+
+    request_id: str
+    answers: tuple[Begun, ...]
+
+
 class Engine:
     """Serves one model with one executor. Not thread-safe: one thread adds, aborts and steps."""
 
@@ -47,11 +61,17 @@ class Engine:
             step_tokens=settings.step_tokens,
             depth=executor.depth,
             preemption=self._preemption(),
+            role=settings.role,
         )
+        self.on_submit: Callable[[Plan], None] = lambda plan: None
+        """Told of each step before it runs."""
+        self._handed_over: list[HandOver] = []
+        self.idle = True
+        """True when the last call of `step` found nothing to run: no more will come of it before something changes."""
         self.counters = self.scheduler.counters
         self._requests: dict[str, Request] = {}
         self._under_way: deque[Plan] = deque()
-        self._ids = count()
+        self._ids, self._tickets = count(), count(1)
 
     def _preemption(self) -> SwapCost | Literal["swap", "recompute"]:
         settings = self.settings
@@ -63,8 +83,27 @@ class Engine:
 
     # ---- requests
 
-    def add(self, prompt: Several[int], sampling: Sampling = GREEDY, request_id: str = "") -> str:
-        """Queue a prompt of token ids; return the request's id. Raises InputError for one that can never be served."""
+    def add(
+        self,
+        prompt: Several[int],
+        sampling: Sampling = GREEDY,
+        request_id: str = "",
+        answers: Several[Begun] = (),
+        prompt_only: bool = False,
+    ) -> str:
+        """Queue a prompt of token ids; return the request's id. Raises InputError for one that can never be served.
+
+        `answers`: those that go on where another instance has left them; the others have ended. With `prompt_only` a
+        prefill instance hands the KV over and chooses no token.
+        """
+        request = self._request(prompt, sampling, request_id)
+        request.prompt_only = prompt_only
+        self.scheduler.add(request, answers)
+        self._requests[request.id] = request
+        return request.id
+
+    def _request(self, prompt: Several[int], sampling: Sampling, request_id: str = "") -> Request:
+        """Return a request that nobody has queued yet. Raises InputError."""
         self._check(prompt, sampling)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
@@ -73,9 +112,7 @@ class Engine:
         request = Request(request_id, tuple(prompt), sampling, seed)
         if sampling.beam_width:
             request.beams = Beams(sampling, sorted(sampling.ends(self.config.eos_ids)))
-        self._requests[request_id] = request
-        self.scheduler.add(request)
-        return request_id
+        return request
 
     def adopt(self, prompt: Several[int], cached_tokens: int, sampling: Sampling = GREEDY) -> str:
         """Take in a request the KV of whose first tokens lies in the cache, or is said to; return its id.
@@ -93,6 +130,28 @@ class Engine:
             raise
         return request_id
 
+    def reserve(self, prompt: Several[int], cached_tokens: int, sampling: Sampling, request_id: str) -> Reserved | None:
+        """Take blocks for the first tokens of a request, whose KV is to be pulled; None: there is no room now.
+
+        It runs once it is joined. Until then nobody but whoever pulls may touch its blocks: abort it only when the pull
+        has ended. Raises InputError as `add` does.
+        """
+        request = self._request(prompt, sampling, request_id)
+        known = self.scheduler.reserve(request, cached_tokens)
+        if known is None:
+            return None
+        self._requests[request.id] = request
+        return Reserved(known, self.cache.blocks(request.leader.id))
+
+    def join(self, request_id: str, answers: Several[Begun]) -> None:
+        """Let a request run whose blocks were reserved, and are filled; its answers go on where they stand."""
+        self.scheduler.join(self._requests[request_id], answers)
+
+    def take_handed_over(self) -> list[HandOver]:
+        """Return the prompts that have run since the last call; each is held until it is aborted."""
+        found, self._handed_over = self._handed_over, []
+        return found
+
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds. An id that is unknown, or done, is no error: ends cross on the way."""
         request = self._requests.pop(request_id, None)
@@ -100,28 +159,13 @@ class Engine:
             self.scheduler.abort(request)
 
     def _check(self, prompt: Several[int], sampling: Sampling) -> None:
-        if not prompt:
-            raise InputError("prompt: expected at least one token")
-        if not all(0 <= token < self.config.vocab_size for token in prompt):
-            raise InputError(f"prompt: expected token ids from 0 to {self.config.vocab_size - 1}")
-        longest = len(prompt) + sampling.max_tokens
-        if longest > self.config.max_positions:
-            raise InputError(
-                f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} are more than the "
-                f"{self.config.max_positions} positions of the model; shorten the prompt or lower max_tokens"
-            )
-        if sampling.stop and self.tokenizer is None:
-            raise InputError("stop: this model has no tokenizer, so no text to stop at; use stop_token_ids")
-        if sampling.width > self.settings.max_batch:
-            raise InputError(f"n or beam_width: expected up to max_batch {self.settings.max_batch}")
-        shared = len(prompt) // self.settings.block_tokens
-        blocks = shared + sampling.width * (blocks_for(longest, self.settings.block_tokens) - shared)
-        if blocks > self.cache.device.total:
-            raise InputError(
-                f"prompt of {len(prompt)} tokens, max_tokens {sampling.max_tokens} and {sampling.width} answers can "
-                f"take {blocks} KV blocks, the instance has {self.cache.device.total}; lower one of them, or raise "
-                "kv_blocks or memory_fraction"
-            )
+        check_request(prompt, sampling, self.config, self.tokenizer is not None)
+        settings = self.settings
+        room = Room(
+            self.cache.device.total, settings.block_tokens, settings.max_batch, prompts_only=settings.role == "prefill"
+        )
+        if why := no_room_for(len(prompt), sampling, room):
+            raise InputError(why)
 
     @property
     def unfinished(self) -> int:
@@ -137,16 +181,34 @@ class Engine:
             if plan is None:
                 break
             self._submit(plan)
-        if not self._under_way:
+        self.idle = not self._under_way
+        if self.idle:
             return []
         changed = self.scheduler.settle(self._under_way.popleft(), self._executor.collect())
         deltas = [delta for request in changed for delta in self._deltas(request)]
+        if self.settings.role == "prefill":
+            self._hand_over(changed)
         for delta in deltas:
             if delta.last:
                 del self._requests[delta.request_id]
         return deltas
 
+    def _hand_over(self, requests: Several[Request]) -> None:
+        """Hold the prompts that have run, for decode instances; those that are done with their first token are gone."""
+        for request in requests:
+            if request.live:
+                begun = () if request.prompt_only else tuple(self._begun(sequence) for sequence in request.live)
+                self.scheduler.hold(request)
+                self._handed_over.append(HandOver(request.id, begun))
+
+    def _begun(self, sequence: Sequence) -> Begun:
+        return Begun(sequence.index, tuple(sequence.tokens[len(sequence.request.prompt) :]))
+
     def _submit(self, plan: Plan) -> None:
+        if self.settings.role == "prefill":
+            for entry in plan.entries:
+                entry.sequence.request.ticket = next(self._tickets)
+        self.on_submit(plan)
         wanted = max(entry.sequence.request.logprobs_wanted for entry in plan.entries)
         self._executor.submit(build_step(plan, self.cache, self.counters.steps, self.config.eos_ids, wanted))
         self.counters.steps += 1
@@ -154,6 +216,8 @@ class Engine:
 
     def _deltas(self, request: Request) -> Iterator[Delta]:
         """Yield what is new about each answer; those that are complete end here."""
+        if request.prompt_only:
+            return
         if request.beams is not None:
             if request.beams.done:
                 yield from self._best_beams(request, request.beams)
@@ -165,7 +229,7 @@ class Engine:
     def _news(self, sequence: Sequence) -> Delta:
         request, first = sequence.request, sequence.told
         if sequence.text is None:
-            sequence.text = self._new_text(request)
+            sequence.text = self._new_text(sequence)
         sequence.told = sequence.chosen
         tokens = tuple(sequence.tokens[len(request.prompt) + first :])
         text = "".join([sequence.text.add(token) for token in tokens])
@@ -190,9 +254,14 @@ class Engine:
             last = index == len(best) - 1
             yield Delta(request.id, index, beam.token_ids, text, beam.logprobs, (), beam.finish_reason, last)
 
-    def _new_text(self, request: Request) -> OutputText:
+    def _new_text(self, sequence: Sequence) -> OutputText:
+        """Return the text of an answer, up to where another instance has told it."""
+        request = sequence.request
         decoder = self.tokenizer.stream(request.prompt) if self.tokenizer else NoText()
-        return OutputText(request.sampling, self.config.eos_ids, decoder)
+        text = OutputText(request.sampling, self.config.eos_ids, decoder)
+        for token in sequence.tokens[len(request.prompt) : len(request.prompt) + sequence.told]:
+            text.add(token)
+        return text
 
     # ---- offline
 

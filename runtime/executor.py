@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from runtime.step import Step, StepOutput
+
+if TYPE_CHECKING:
+    from runtime.transfer.base import Source
+    from runtime.transfer.pull import Pull, Pulled
 
 
 class Executor(Protocol):
@@ -25,4 +30,27 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End all processes and free all memory."""
+        ...
+
+
+class ServingExecutor(Executor, Protocol):
+    """An executor of an instance that hands KV over, or takes it in."""
+
+    sources: tuple[Source, ...]
+    """Where the KV of each rank can be read; empty unless it is a prefill instance."""
+
+    def pull(self, pull: Pull) -> None:
+        """Start to pull KV, on all ranks."""
+        ...
+
+    def cancel_pull(self, key: str) -> None:
+        """Let a pull end early; `pulled` tells when it has."""
+        ...
+
+    def pulled(self) -> list[Pulled]:
+        """Return the pulls that every rank is through with, without waiting."""
+        ...
+
+    def wakers(self) -> Sequence[int]:
+        """Return the descriptors that become readable when there may be something for `pulled`."""
         ...

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections import deque
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -13,12 +15,15 @@ import torch.distributed as dist
 from planner.errors import InputError, PlannerError
 from runtime.memory import OutOfMemoryError
 from runtime.model_files import LoadFormat
-from runtime.rank_process import Allocate, Failure, RankTask, Ready, rank_main
+from runtime.rank_process import Allocate, CancelPull, Failure, Ping, RankTask, Ready, rank_main
 from runtime.settings import EngineSettings
 from runtime.step import Step, StepOutput
+from runtime.transfer.pull import Pull, Pulled
 
 _LOOPBACK = "127.0.0.1"
 _GRACE_S = 2.0
+_PING_S, _SILENT_S = 1.0, 8.0
+"""While a result is awaited, ranks are asked so often whether they are there; silent for so long, one is lost."""
 
 
 class RankDiedError(PlannerError):
@@ -35,13 +40,16 @@ class RankExecutor:
         self._store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        self._outputs: deque[StepOutput] = deque()
+        self._parts: dict[str, list[Pulled]] = {}
+        self._heard: dict[Connection, float] = {}
         try:
             for rank in range(settings.ranks):
                 self._start(RankTask(source, load_format, settings, rank, _LOOPBACK, self._store.port))
             ready = self._all_ready()
             self.kv_blocks = settings.kv_blocks or min(each.fitting_blocks for each in ready)
             self._send(Allocate(self.kv_blocks, settings.host_blocks))
-            self._all_ready()
+            self.sources = tuple(each.source for each in self._all_ready() if each.source)
         except BaseException:
             self.close()
             raise
@@ -63,10 +71,39 @@ class RankExecutor:
         self._send(step)
 
     def collect(self) -> StepOutput:
-        """Return the result of the oldest step under way. Raises RankDiedError when a rank has ended."""
-        output = self._receive(self._pipes)[1]
-        assert isinstance(output, StepOutput)
-        return output
+        """Return the result of the oldest step under way. Raises RankDiedError when a rank has ended, or is stuck."""
+        self._begin_to_wait()
+        while not self._outputs:
+            self._take_note(self._receive(self._pipes)[1])
+        return self._outputs.popleft()
+
+    def pull(self, pull: Pull) -> None:
+        """Start to pull KV, on all ranks."""
+        self._send(pull)
+
+    def cancel_pull(self, key: str) -> None:
+        """Let a pull end early."""
+        self._send(CancelPull(key))
+
+    def pulled(self) -> list[Pulled]:
+        """Return the pulls that every rank is through with: as long as the slowest, with the first error of any."""
+        while any(pipe.poll() for pipe in self._pipes):
+            self._take_note(self._receive(self._pipes)[1])
+        whole = [key for key, parts in self._parts.items() if len(parts) == len(self._pipes)]
+        return [_slowest(self._parts.pop(key)) for key in whole]
+
+    def wakers(self) -> Sequence[int]:
+        """Return the pipes' descriptors."""
+        return [pipe.fileno() for pipe in self._pipes]
+
+    def _begin_to_wait(self) -> None:
+        self._heard = dict.fromkeys(self._pipes, time.monotonic())
+
+    def _take_note(self, message: StepOutput | Pulled | Ping) -> None:
+        if isinstance(message, StepOutput):
+            self._outputs.append(message)
+        elif isinstance(message, Pulled):
+            self._parts.setdefault(message.key, []).append(message)
 
     @property
     def process_ids(self) -> list[int]:
@@ -86,7 +123,7 @@ class RankExecutor:
 
     # ---- messages
 
-    def _send(self, message: Step | Allocate) -> None:
+    def _send(self, message: Step | Allocate | Pull | CancelPull | Ping) -> None:
         for pipe in self._pipes:
             try:
                 pipe.send(message)
@@ -95,17 +132,21 @@ class RankExecutor:
 
     def _all_ready(self) -> list[Ready]:
         answers: dict[int, Ready] = {}
+        self._begin_to_wait()
         while len(answers) < len(self._pipes):
             silent = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
             rank, message = self._receive(silent)
-            assert isinstance(message, Ready)
-            answers[rank] = message
-        return list(answers.values())
+            if isinstance(message, Ready):
+                answers[rank] = message
+        return [answers[rank] for rank in sorted(answers)]
 
     def _receive(self, pipes: list[Connection]) -> tuple[int, Any]:
-        """Return the next message and its rank; raise when a rank fails or dies first."""
+        """Return the next message and its rank; raise when a rank fails or dies first, or answers nothing."""
         while True:
-            watched = wait([*pipes, *(process.sentinel for process in self._processes)])
+            watched = wait([*pipes, *(process.sentinel for process in self._processes)], _PING_S)
+            if not watched:
+                self._ask(pipes)
+                continue
             for pipe in pipes:
                 if pipe in watched:
                     try:
@@ -114,8 +155,19 @@ class RankExecutor:
                         self._fail()
                     if isinstance(message, Failure):
                         self._fail(message)
+                    self._heard[pipe] = time.monotonic()
                     return self._pipes.index(pipe), message
-            self._fail()
+            if not any(pipe in watched for pipe in pipes):
+                self._fail()
+
+    def _ask(self, pipes: list[Connection]) -> None:
+        """Ask all ranks whether they are there; raise when one of `pipes` has not answered for long."""
+        silent = [pipe for pipe in pipes if time.monotonic() - self._heard[pipe] > _SILENT_S]
+        if silent:
+            rank = self._pipes.index(silent[0])
+            self.close()
+            raise RankDiedError(f"rank {rank} has not answered for {_SILENT_S:g} s; all ranks have been ended")
+        self._send(Ping())
 
     def _fail(self, first: Failure | None = None) -> None:
         """End all ranks and raise, with the failure that came first: the others may only have missed that rank."""
@@ -139,3 +191,15 @@ class RankExecutor:
         if isinstance(cause.error, InputError | OutOfMemoryError):
             raise cause.error
         raise RankDiedError(f"rank {cause.rank}: {cause.error}\n{cause.traceback}")
+
+
+def _slowest(parts: list[Pulled]) -> Pulled:
+    """Return one account of all ranks' parts of a pull."""
+    return Pulled(
+        parts[0].key,
+        min(part.start_s for part in parts),
+        max(part.end_s for part in parts),
+        max(part.copied_s for part in parts),
+        sum(part.size for part in parts),
+        next((part.error for part in parts if part.error), ""),
+    )

@@ -23,9 +23,12 @@ import torch.distributed as dist
 
 from planner.errors import PlannerError
 from runtime.model_files import LoadFormat, open_model, torch_dtype
+from runtime.near import cores_near
 from runtime.settings import EngineSettings
 from runtime.shard import Shard, stages
 from runtime.step import Step, StepOutput
+from runtime.transfer.base import Source
+from runtime.transfer.pull import Pull
 from runtime.worker import Worker
 
 STORE_TIMEOUT = timedelta(seconds=120)
@@ -58,6 +61,20 @@ class Ready:
     """A rank has done what it was asked; at first it says how many KV blocks it has room for."""
 
     fitting_blocks: int = 0
+    source: Source | None = None
+    """Where its KV can be read, once there is some."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPull:
+    """Let a pull end early."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Are you there? Answered at once, whatever the rank is doing: a process that was stopped does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +91,13 @@ def rank_main(task: RankTask, pipe: Connection) -> None:
     """Serve steps from `pipe` until it ends. Never returns an error: it is sent, and the process exits with 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then ends its ranks
     inbox: SimpleQueue[Any] = SimpleQueue()
-    threading.Thread(target=_receive, args=(pipe, inbox), daemon=True).start()
+    engine = _Engine(pipe)
+    threading.Thread(target=_receive, args=(engine, inbox), daemon=True).start()
     try:
-        _serve(task, pipe, inbox)
+        _serve(task, engine, inbox)
     except Exception as error:
         with suppress(OSError):  # the engine is gone: nobody is left to tell
-            pipe.send(Failure(task.rank, time.monotonic(), _sendable(error), traceback.format_exc()))
+            engine.send(Failure(task.rank, time.monotonic(), _sendable(error), traceback.format_exc()))
         os._exit(1)
     os._exit(0)  # other ranks may be in the middle of a step: no orderly farewell waits for them
 
@@ -89,26 +107,46 @@ def _sendable(error: Exception) -> Exception:
     return error if isinstance(error, PlannerError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _receive(pipe: Connection, inbox: SimpleQueue[Any]) -> None:
+class _Engine:
+    """The way back to the engine, for several threads."""
+
+    def __init__(self, pipe: Connection):
+        self.pipe, self._lock = pipe, threading.Lock()
+
+    def send(self, message: object) -> None:
+        with self._lock:
+            self.pipe.send(message)
+
+
+def _receive(engine: _Engine, inbox: SimpleQueue[Any]) -> None:
     try:
         while True:
-            inbox.put(pipe.recv())
+            message = engine.pipe.recv()
+            if isinstance(message, Ping):
+                engine.send(message)
+            else:
+                inbox.put(message)
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _serve(task: RankTask, pipe: Connection, inbox: SimpleQueue[Any]) -> None:
+def _serve(task: RankTask, engine: _Engine, inbox: SimpleQueue[Any]) -> None:
     stage = _Stage(task, place(task.settings, task.rank))
-    pipe.send(Ready(stage.worker.fitting_blocks()))
+    worker, puller = stage.worker, stage.worker.puller(engine.send)
+    engine.send(Ready(worker.fitting_blocks()))
     while True:
         message = inbox.get()
         if isinstance(message, Allocate):
-            stage.worker.allocate(message.kv_blocks, message.host_blocks)
-            pipe.send(Ready())
+            worker.allocate(message.kv_blocks, message.host_blocks)
+            engine.send(Ready(source=worker.outlet.source if worker.outlet else None))
+        elif isinstance(message, Pull):
+            puller.start(message, worker.kv)
+        elif isinstance(message, CancelPull):
+            puller.cancel(message.key)
         else:
             output = stage.run(message)
             if output is not None:
-                pipe.send(output)
+                engine.send(output)
 
 
 def place(settings: EngineSettings, rank: int) -> torch.device:
@@ -116,6 +154,9 @@ def place(settings: EngineSettings, rank: int) -> torch.device:
     if settings.device == "cuda":
         index = settings.device_indices[rank] if settings.device_indices else rank
         torch.cuda.set_device(index)
+        near = cores_near(torch.cuda.get_device_properties(index)) & os.sched_getaffinity(0)
+        if near:
+            os.sched_setaffinity(0, near)
         return torch.device("cuda", index)
     cores = list(settings.device_indices) or sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // settings.ranks)
@@ -141,7 +182,7 @@ class _Stage:
         stage, tp_rank = divmod(rank, settings.tp)
         layers = stages(files.config, settings.pp, settings.stage_layers)[stage]
         group = groups[stage] if settings.tp > 1 else None
-        shard = Shard(layers, files.config.layers, settings.tp, tp_rank, group)
+        shard = Shard(layers, files.config.layers, settings.tp, tp_rank, group, rank)
         self.worker = Worker(files.config, files.weights, shard, settings, device)
         self._before, self._after = rank - settings.tp, rank + settings.tp
         self._tells = shard.last and tp_rank == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.answer import Begun
 from runtime.beam import Beams
 from runtime.output_text import OutputText
 from runtime.sampling import Sampling
@@ -35,7 +37,14 @@ class Sequence:
     text: OutputText | None = None
     """What has become of its tokens, from the first one on that was chosen."""
     told: int = 0
-    """Chosen tokens that the engine has told."""
+    """Chosen tokens that the engine has told, or another one before it."""
+
+    def go_on(self, begun: Begun) -> None:
+        """Take over an answer that another engine has begun."""
+        count = len(begun.token_ids)
+        self.index, self.told = begun.index, count
+        self.tokens = [*self.request.prompt, *begun.token_ids]
+        self.logprobs, self.top = [math.nan] * count, [()] * count
 
     @property
     def chosen(self) -> int:
@@ -57,6 +66,10 @@ class Request:
     """Sequences that go on, the first of which runs the prompt."""
     beams: Beams | None = None
     aborted: bool = False
+    prompt_only: bool = False
+    """Only its KV is wanted: the first token is chosen by whoever takes it over."""
+    ticket: int = 0
+    """Under which its KV is handed over once its prompt has run; 0: not at all."""
 
     @property
     def leader(self) -> Sequence:

@@ -15,19 +15,22 @@ section 5.1).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from planner.policies.decode import admits_whole
+from planner.policies.decode import admits, admits_whole
 from planner.policies.preempt import prefill_leaves_first, swaps
-from planner.policies.prefill import chunk_tokens
+from planner.policies.prefill import chunk_tokens, joins_batch
+from runtime.answer import Begun
 from runtime.copies import Copy
 from runtime.counters import Counters
 from runtime.kv_cache import KVCache
 from runtime.out_of_blocks import OutOfBlocksError
 from runtime.request import Request, Sequence
+from runtime.settings import Role
 from runtime.step import StepOutput
 from runtime.swap_cost import SwapCost
 
@@ -69,11 +72,17 @@ class Scheduler:
         step_tokens: int,
         depth: int,
         preemption: SwapCost | Literal["swap", "recompute"],
+        role: Role = "aggregated",
     ):
         self.cache = cache
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.swapped: deque[Request] = deque()
+        self.reserved: dict[Request, int] = {}
+        """Whose KV is on its way here, and how many of its tokens were here before."""
+        self.held: set[Request] = set()
+        """Whose KV is here to be fetched by a decode instance."""
+        self._role = role
         self._max_batch, self._depth = max_batch, depth
         self._budget = step_tokens or _NO_BOUND
         self._preemption = preemption
@@ -84,11 +93,62 @@ class Scheduler:
 
     # ---- requests
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        request.live = [self._sequence(request, 0, list(request.prompt))]
+    def add(self, request: Request, answers: Several[Begun] = ()) -> None:
+        """Queue a request, some answers of which another instance may have begun."""
+        self._begin(request, answers)
         request.chain = self._chain(request)
         self.waiting.append(request)
+
+    def _begin(self, request: Request, answers: Several[Begun]) -> None:
+        request.live = [self._sequence(request, 0, list(request.prompt)) for _ in answers or (None,)]
+        for sequence, begun in zip(request.live, answers, strict=False):
+            sequence.go_on(begun)
+
+    # ---- KV that goes from one instance to another
+
+    def reserve(self, request: Request, cached_tokens: int) -> int | None:
+        """Take blocks for the first tokens of a request, whose KV another instance has; None: it is not admitted now.
+
+        Returns how many of them are here already, of a prefix that is known; the rest has to be pulled.
+        """
+        if self.swapped or self.waiting:  # they were admitted before
+            return None
+        self._begin(request, ())
+        request.chain, leader = self._chain(request), request.leader
+        needed = self.cache.needed_to_start(request.chain, cached_tokens + 1)
+        members = self._members + request.seats - 1
+        device = self.cache.device
+        if not admits(device.available, needed, device.total, members, self._max_batch):
+            return None
+        known = self.cache.start(leader.id, request.chain)
+        if cached_tokens > known:
+            self.cache.grow(leader.id, cached_tokens - known)
+        leader.started = True
+        self.reserved[request] = known
+        return known
+
+    def join(self, request: Request, answers: Several[Begun]) -> None:
+        """Let a request run that has blocks reserved, its KV having arrived; its answers go on where they stand."""
+        known, leader = self.reserved.pop(request), request.leader
+        self.cache.commit(leader.id, request.prompt[known : self.cache.tokens(leader.id)])
+        for begun in answers[1:]:
+            request.live.append(self._sequence(request, begun.index, []))
+        for sequence, begun in zip(request.live, answers, strict=False):
+            sequence.go_on(begun)
+        self._share_prompt(request)
+        self.running.append(request)
+
+    def hold(self, request: Request) -> None:
+        """Take a request out whose prompt has run, and keep the prompt's KV until it is dropped."""
+        self.running.remove(request)
+        for sequence in request.live[1:]:
+            self._free(sequence)
+        self.held.add(request)
+
+    @property
+    def _members(self) -> int:
+        """Return the seats of all that hold KV here and decode, or soon will."""
+        return sum(request.seats for request in (*self.running, *self.reserved))
 
     def adopt(self, request: Request, cached_tokens: int) -> None:
         """Let a waiting request run, the KV of whose first tokens is there already, in blocks of its own.
@@ -116,6 +176,11 @@ class Scheduler:
             self._drop(request)
 
     @property
+    def busy(self) -> bool:
+        """Return True while a step may have something to run, or is under way."""
+        return bool(self.waiting or self.running or self.swapped)
+
+    @property
     def unfinished(self) -> int:
         """Return the requests that are not done."""
         return len(self.waiting) + len(self.running) + len(self.swapped)
@@ -129,7 +194,7 @@ class Scheduler:
         if not plan.preempted:
             self._swap_in(plan)
         if not plan.preempted and not self.swapped:
-            self._admit(plan)
+            self._admit_batch(plan) if self._role == "prefill" else self._admit(plan)
         for entry in plan.entries:
             entry.sequence.flights += 1
         if not plan.entries:
@@ -253,6 +318,24 @@ class Scheduler:
             self.counters.cached_tokens += known
             self._enter(plan, request.leader, chunk_tokens(plan.budget, goal - known))
 
+    def _admit_batch(self, plan: Plan) -> None:
+        """Let whole prompts in, first come, first served, up to a budget of tokens (a prefill instance)."""
+        prompts, tokens = 0, 0
+        while self.waiting:
+            request = self.waiting[0]
+            needed = self.cache.needed_to_start(request.chain, len(request.prompt))
+            left = len(request.prompt) - self.cache.prefix(request.chain).tokens
+            if needed > self.cache.device.available:
+                return
+            if not joins_batch(prompts, tokens, left, self._max_batch, self._budget):
+                return
+            self.running.append(self.waiting.popleft())
+            self.cache.start(request.leader.id, request.chain)
+            request.leader.started = True
+            self.counters.cached_tokens += len(request.prompt) - left
+            self._enter(plan, request.leader, left)
+            prompts, tokens = prompts + 1, tokens + left
+
     # ---- what a step has brought
 
     def settle(self, plan: Plan, output: StepOutput) -> list[Request]:
@@ -284,6 +367,8 @@ class Scheduler:
 
     def _choose(self, sequence: Sequence, output: StepOutput, rows: range) -> None:
         request = sequence.request
+        if request.prompt_only:
+            return
         if request.beams is not None:
             count = request.logprobs_wanted  # rows of others in the step may want more
             sequence.row = (output.top_ids[rows[0], :count], output.top_logprobs[rows[0], :count])
@@ -351,6 +436,8 @@ class Scheduler:
         for queue in (self.waiting, self.running, self.swapped):
             if request in queue:
                 queue.remove(request)
+        self.held.discard(request)
+        self.reserved.pop(request, None)
         for sequence in tuple(request.live):
             self.finish(sequence)
 

@@ -8,6 +8,7 @@ from typing import Literal
 from planner.errors import InputError
 
 Preemption = Literal["auto", "swap", "recompute"]
+Role = Literal["aggregated", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +41,30 @@ class EngineSettings:
     """Token budget of one step: longer prompts run in chunks beside the decoding requests; 0: no bound."""
     preemption: Preemption = "auto"
     """What becomes of the KV of a request that has to make room; auto: what takes less time, measured at the start."""
+    role: Role = "aggregated"
+    """prefill: prompts run whole, in batches of up to step_tokens, and are handed over; decode: takes them in."""
+    transport: str = ""
+    """How KV leaves a prefill instance: a name of `runtime.transfer.base.TRANSPORTS`."""
+    address: str = ""
+    """Where each rank of a prefill instance offers its KV, {rank} to be filled in; the transport says what it means."""
+    transfer_checksums: bool = False
+    """Compare what a decode instance has pulled with what the prefill instance holds, layer by layer."""
+    name: str = ""
+    """Of the instance, for messages; with its number of starts behind @ when it may be started again."""
+    max_pulls: int = 4
+    """Hand-offs that a decode instance pulls at a time."""
     attention: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("tp", 1), ("pp", 1), ("block_tokens", 1), ("max_batch", 1)):
+        for name, low in (("tp", 1), ("pp", 1), ("block_tokens", 1), ("max_batch", 1), ("max_pulls", 1)):
             _at_least(name, getattr(self, name), low)
         for name in ("threads", "kv_blocks", "host_blocks", "step_tokens"):
             _at_least(name, getattr(self, name), 0)
         if self.preemption not in ("auto", "swap", "recompute"):
             raise InputError(f"preemption: expected auto, swap or recompute, got {self.preemption!r}")
+        if self.role not in ("aggregated", "prefill", "decode"):
+            raise InputError(f"role: expected aggregated, prefill or decode, got {self.role!r}")
         if self.dtype not in ("", "float32", "bfloat16", "float16"):
             raise InputError(f"dtype: expected float32, bfloat16 or float16, got {self.dtype!r}")
         if self.device not in ("cpu", "cuda"):

@@ -28,6 +28,8 @@ class Shard:
     tp_rank: int = 0
     group: Any = None
     """The process group of the stage's ranks; None when there is one."""
+    rank: int = 0
+    """Among all ranks of the instance."""
 
     @property
     def first(self) -> bool:

@@ -56,6 +56,8 @@ class Step:
     choices: Choices
     copies: tuple[Copy, ...] = ()
     """To be made, in order, before the step."""
+    tickets: tuple[int, ...] = ()
+    """Hand-offs of the prompts that this step completes: their KV may be read, layer by layer, from now on."""
 
     @property
     def tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -17,6 +18,8 @@ from runtime.settings import EngineSettings
 from runtime.shard import Shard
 from runtime.step import Step, StepOutput, prompt_step
 from runtime.tensor_shapes import tensor_shapes
+from runtime.transfer.base import Outlet, Source, open_outlet
+from runtime.transfer.pull import Pulled, Puller
 from runtime.weights import Weights
 
 
@@ -36,6 +39,7 @@ class Worker:
         self._settings = settings
         keys, queries = shard.kv_heads(config), shard.heads(config)
         self._kv_heads = keys.stop - keys.start
+        self._keys = keys
         setting = Setting(
             device, self.dtype, queries.stop - queries.start, self._kv_heads, config.head_dim, settings.block_tokens
         )
@@ -46,6 +50,7 @@ class Worker:
             self._model = build(config, shard, weights, device)
         self.kv = self._blocks(0)
         self._host = self._blocks(0)
+        self.outlet: Outlet | None = None
 
     def _weight_bytes(self) -> int:
         """Return roughly the bytes of this rank's weights: even shares of its layers' tensors, and of the tables."""
@@ -78,11 +83,43 @@ class Worker:
     def allocate(self, blocks: int, host_blocks: int) -> None:
         """Take memory for `blocks` KV blocks on the device and `host_blocks` to swap to."""
         lower = "lower kv_blocks, host_blocks or block_tokens, or raise tp or pp"
+        self.close()
         with within_memory(self.device, f"{blocks} KV blocks", blocks * self.block_bytes, lower):
-            self.kv = self._blocks(blocks)
+            if self._settings.transport and blocks:
+                self.outlet = open_outlet(self._settings.transport, self._source(blocks), self.device)
+            self.kv = self.outlet.kv if self.outlet else self._blocks(blocks)
         host = torch.device("cpu")
         with within_memory(host, f"{host_blocks} host blocks", host_blocks * self.block_bytes, lower):
             self._host = self._blocks(host_blocks, host)
+
+    def _source(self, blocks: int) -> Source:
+        shard, settings = self.shard, self._settings
+        name, _, start = settings.name.partition("@")
+        return Source(
+            transport=settings.transport,
+            address=settings.address.format(rank=shard.rank),
+            layers=(shard.layers.start, shard.layers.stop),
+            heads=(self._keys.start, self._keys.stop),
+            blocks=blocks,
+            block_tokens=settings.block_tokens,
+            head_dim=self.config.head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+            instance=name,
+            rank=shard.rank,
+            start=int(start or 0),
+        )
+
+    def puller(self, done: Callable[[Pulled], None]) -> Puller:
+        """Return what pulls this rank's part of prompts out of prefill instances, into `kv`."""
+        settings = self._settings
+        return Puller(self.shard.layers, self._keys, done, settings.max_pulls, settings.transfer_checksums)
+
+    def close(self) -> None:
+        """Offer the KV blocks to no one any more, and free them."""
+        if self.outlet is not None:
+            self.outlet.close()
+            self.outlet = None
+        self.kv = self._blocks(0)
 
     def _blocks(self, blocks: int, device: torch.device | None = None) -> torch.Tensor:
         """Return [layers, 2, blocks, block_tokens, kv_heads, head_dim]: keys at 0, values at 1."""
@@ -136,5 +173,19 @@ class Worker:
         batch = Batch.of(step, self.device)
         if hidden is None:
             hidden = self._model.embed(batch)
-        hidden = self._model.run(hidden, self.kv, batch, self._attention)
+        hidden = self._model.run(hidden, self.kv, batch, self._attention, self._progress(step.tickets))
         return self._model.logits(hidden, batch.sampled) if self.shard.last else hidden
+
+    def _progress(self, tickets: tuple[int, ...]) -> Callable[[int], None] | None:
+        """Return what tells, layer by layer, how far the prompts are that are to be handed over; None without any."""
+        if not tickets or self.outlet is None:
+            return None
+        outlet, device = self.outlet, self.device
+
+        def ran(layers: int) -> None:
+            if device.type == "cuda":  # kernels are only queued so far
+                torch.cuda.current_stream(device).synchronize()
+            for ticket in tickets:
+                outlet.ran(ticket, layers)
+
+        return ran

@@ -75,13 +75,25 @@ class Decoder:
             hidden = hidden + self._positions[batch.positions + POSITION_OFFSET]
         return hidden
 
-    def run(self, hidden: torch.Tensor, kv: torch.Tensor, batch: Batch, attention: Attention) -> torch.Tensor:
-        """Return the hidden states after this stage's layers; `kv` is [layers, 2, blocks, block_tokens, heads, dim]."""
+    def run(
+        self,
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
+        batch: Batch,
+        attention: Attention,
+        ran: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """Return the hidden states after this stage's layers; `kv` is [layers, 2, blocks, block_tokens, heads, dim].
+
+        `ran` is told after each layer how many have run.
+        """
         empty = hidden.new_empty(0)
         cos, sin = self._rope.at(batch.positions, hidden.dtype) if self._rope else (empty, empty)
         on = Pass(batch, attention, cos, sin)
-        for layer, kv_layer in zip(self._layers, kv, strict=True):
+        for index, (layer, kv_layer) in enumerate(zip(self._layers, kv, strict=True)):
             hidden = layer(hidden, kv_layer, on)
+            if ran is not None:
+                ran(index + 1)
         return hidden
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
