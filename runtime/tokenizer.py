@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from planner.errors import Fault, InputError
 from planner.specs.base import read_text
@@ -15,8 +15,11 @@ from runtime.chat_template import ChatTemplate
 from runtime.gguf_file import GgufFile
 from runtime.gguf_tokenizer import gguf_tokenizer
 from runtime.json_file import read_json
+from runtime.token_bytes import piece_bytes
 
 _CONTEXT_TOKENS = 8
+_LONG_CHARS = 2048
+"""From here on a text is encoded as a batch of one: only then does the library let other threads run meanwhile."""
 _UNFINISHED = "�"
 _ROLES = ("bos", "eos", "pad", "unk")
 
@@ -31,6 +34,7 @@ class Tokenizer:
         inner.no_padding()
         self._inner, self._template = inner, template
         self.special_tokens = dict(special_tokens)
+        self._added_ids: frozenset[int] | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -58,13 +62,28 @@ class Tokenizer:
         Special tokens that stand in the text are read as such. Raises InputError for text that is not Unicode.
         """
         try:
-            return list(self._inner.encode(text, add_special_tokens=add_special).ids)
+            if len(text) < _LONG_CHARS:
+                return list(self._inner.encode(text, add_special_tokens=add_special).ids)
+            return list(self._inner.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
         except (UnicodeEncodeError, TypeError):
             raise InputError(f"expected Unicode text, got {text[:40]!r}") from None
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids. Bytes that are no UTF-8 become U+FFFD."""
         return str(self._inner.decode(list(ids), skip_special_tokens=skip_special))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that one token stands for; nothing for an id that is no token."""
+        piece = self._inner.id_to_token(token_id)
+        if piece is None:
+            return b""
+        byte_level = isinstance(self._inner.decoder, ByteLevel) and token_id not in self._added()
+        return piece_bytes(piece, byte_level=byte_level)
+
+    def _added(self) -> frozenset[int]:
+        if self._added_ids is None:
+            self._added_ids = frozenset(self._inner.get_added_tokens_decoder())
+        return self._added_ids
 
     def stream(self, after: Sequence[int] = (), *, skip_special: bool = True) -> TextStream:
         """Return a decoder for tokens that come one by one, `after` those of a prompt."""

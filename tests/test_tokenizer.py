@@ -320,3 +320,14 @@ def test_a_gguf_that_asks_for_bos_gets_it_in_front_of_plain_text_alone(tmp_path)
     plain = tokenizer.encode("hello", add_special=False)
     assert tokenizer.encode("hello") == [1, *plain] and len(plain) == 3
     assert tokenizer.decode([1, *plain]) == "hello"
+
+
+def test_a_long_text_is_encoded_and_refused_as_a_short_one_is():
+    """From some length on the library is called in another way, so that other threads may run."""
+    tokenizer = smollm2_files().tokenizer
+    text = "\n".join(CORPUS * 20)
+    assert len(text) > 4096
+    assert tokenizer.encode(text) == tokenizer._inner.encode(text).ids
+    assert tokenizer.encode(text[:100]) == tokenizer._inner.encode(text[:100]).ids
+    with pytest.raises(InputError, match="Unicode"):
+        tokenizer.encode("\ud800" * 5000)
