@@ -5,23 +5,21 @@ Drawn with matplotlib without its global state, so that equal reports give equal
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from planner import drawing
 from planner.cost.base import BatchShape
 from planner.cost.fit import PHASES
+from planner.drawing import COLORS, plain_ticks
 from planner.fit_report import Degree, FitReport, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Told apart by the colour-blind as well (Okabe and Ito, 2008)."""
 _MARKERS = "osD^vPX"
 _BANDS = ((0.2, "#e8ecf1"), (0.1, "#d3dbe5"))
 _WIDTH_IN, _TITLE_IN, _ROW_IN = 10.0, 0.4, 3.8
@@ -37,49 +35,15 @@ _TOKENS = 1024
 """Context of the decode curves where no context was measured."""
 _NO_ROWS = "no measurements to hold out"
 
-_SETTINGS: Any = {
-    "svg.hashsalt": "planner fit",
-    "svg.fonttype": "path",
-    "font.family": "DejaVu Sans",
-    "font.size": 9.0,
-    "axes.titlesize": 10.0,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e5e7eb",
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-}
-
 
 def to_svg(reports: Sequence[FitReport]) -> str:
     """Return the picture of all GPU types, one below the other, as SVG text."""
-    buffer = io.StringIO()
-    with _drawing():
-        draw(reports).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
+    return drawing.to_svg(lambda: draw(reports))
 
 
 def to_png(reports: Sequence[FitReport]) -> bytes:
     """Return the picture as PNG, 1,200 pixels wide."""
-    buffer = io.BytesIO()
-    with _drawing():
-        draw(reports).savefig(buffer, format="png", dpi=120, metadata={"Software": None})
-    return buffer.getvalue()
-
-
-@contextmanager
-def _drawing() -> Iterator[None]:
-    """Draw with our settings and nobody's configuration file."""
-    import matplotlib
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
-        yield
+    return drawing.to_png(lambda: draw(reports))
 
 
 def draw(reports: Sequence[FitReport]) -> Figure:
@@ -133,8 +97,8 @@ def _against(axes: Axes, report: FitReport, phase: str) -> None:
             xy = 1e3 * np.array([(row.measured_s, row.predicted_s) for row in mine])
             axes.plot(*xy.T, linestyle="", label=degree.layout, **_points(style))
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured [ms]", ylabel="predicted [ms]")
-    _plain_ticks(axes.xaxis, ends)
-    _plain_ticks(axes.yaxis, ends)
+    plain_ticks(axes.xaxis, ends)
+    plain_ticks(axes.yaxis, ends)
     axes.legend(loc="upper left")
 
 
@@ -178,7 +142,7 @@ def _curves(axes: Axes, report: FitReport, phase: str) -> None:
     everything = [_size(row) for row in rows] or list(_UNMEASURED[phase])
     _size_axis(axes, phase, [max(1.0, min(everything) / _BEYOND), max(everything) * _BEYOND])
     axes.set(yscale="log", ylabel="time [ms]")
-    _plain_ticks(axes.yaxis, axes.get_ylim())
+    plain_ticks(axes.yaxis, axes.get_ylim())
     axes.legend(handles=_legend(report, phase, rows), loc="upper left")
 
 
@@ -192,7 +156,7 @@ def _curve(axes: Axes, style: int, degree: Degree, phase: str, context: int) -> 
     for start, end, line in stretches:
         x = np.unique(np.round(np.geomspace(start, end, _POINTS)))
         y = [1e3 * degree.cost.iteration_s(_shape(phase, int(size), context)) for size in x]
-        axes.plot(x, y, line, color=_COLORS[style], linewidth=1.4)
+        axes.plot(x, y, line, color=COLORS[style], linewidth=1.4)
 
 
 def _shape(phase: str, size: int, context: int) -> BatchShape:
@@ -229,11 +193,11 @@ def _styled(report: FitReport) -> Iterator[tuple[int, Degree]]:
     free = (style for style in range(len(report.degrees) + len(octaves) + 10) if style not in octaves)
     for degree in report.degrees:
         tp = degree.cost.layout.tp
-        yield (next(free) if tp & (tp - 1) else tp.bit_length() - 1) % len(_COLORS), degree
+        yield (next(free) if tp & (tp - 1) else tp.bit_length() - 1) % len(COLORS), degree
 
 
 def _points(style: int, filled: bool = True) -> dict[str, Any]:
-    color = _COLORS[style]
+    color = COLORS[style]
     face = color if filled else "none"
     return {
         "marker": _MARKERS[style],
@@ -249,7 +213,7 @@ def _legend(report: FitReport, phase: str, rows: Sequence[Row]) -> list[Any]:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], color=_COLORS[style], label=degree.layout, **_markers(style, degree.of(phase)))
+        Line2D([], [], color=COLORS[style], label=degree.layout, **_markers(style, degree.of(phase)))
         for style, degree in _styled(report)
     ]
     grey = "#57606a"
@@ -277,39 +241,7 @@ def _size_axis(axes: Axes, phase: str, sizes: Sequence[float]) -> None:
     label = "new tokens of the batch" if phase == "prefill" else "batch [requests]"
     ends = np.array([min(sizes) / 1.25, max(sizes) * 1.25])
     axes.set(xscale="log", xlim=ends, xlabel=label)
-    _plain_ticks(axes.xaxis, ends, octaves=True)
-
-
-def _plain_ticks(axis: Any, ends: Sequence[float] | np.ndarray, octaves: bool = False) -> None:
-    """Label a logarithmic axis with plain numbers: powers of two, or round ones."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    low, high = float(ends[0]), float(ends[1])
-    ticks = _octaves(low, high) if octaves else _round(low, high)
-    axis.set_major_locator(FixedLocator(ticks.tolist()))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 100 else f"{value:.3g}"))
-
-
-def _octaves(low: float, high: float) -> np.ndarray:
-    """Return the powers of two between the ends, every other one and so on where there are many."""
-    ticks = 2.0 ** np.arange(np.ceil(np.log2(low)), np.floor(np.log2(high)) + 1)
-    return np.asarray(ticks[:: max(1, -(-len(ticks) // 8))])
-
-
-def _round(low: float, high: float) -> np.ndarray:
-    """Return round numbers between the ends: decades, parts of them where there are few, even steps in a narrow
-    range."""
-    from matplotlib.ticker import MaxNLocator
-
-    decades = 10.0 ** np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
-    for steps in ((1,), (1, 3), (1, 2, 5)):
-        ticks = np.outer(decades, steps).ravel()
-        ticks = ticks[(ticks >= low) & (ticks <= high)]
-        if len(ticks) >= 4:
-            return ticks
-    even = np.asarray(MaxNLocator(5).tick_values(low, high))
-    return even[(even >= low) & (even <= high)]
+    plain_ticks(axes.xaxis, ends, octaves=True)
 
 
 def _empty(axes: Axes) -> None:

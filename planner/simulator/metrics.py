@@ -86,11 +86,11 @@ def latencies(runs: Sequence[Run], warmup_s: float = 0.0) -> Latencies:
     and the wait for the first decode step. Terms that come after the first token are nil. Requests that never got a
     token are left out of all of them.
     """
-    columns = [_terms(run)[:, _counted(run, warmup_s)] for run in runs]
+    columns = [terms_of(run)[:, _counted(run, warmup_s)] for run in runs]
     return Latencies(*(Spread.of(values) for values in np.concatenate(columns, axis=1)))
 
 
-def _terms(run: Run) -> np.ndarray:
+def terms_of(run: Run) -> np.ndarray:
     """Return one row per field of `Latencies`, one column per request [s]."""
     in_ttft = np.isfinite(run.pull_end_s) & (run.first_token_s == run.first_step_s)
     terms = np.array(
