@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from planner.cost.measured_link import with_measured_memory
 from planner.errors import InputError
 from planner.infeasible import check_achievable, infeasible, overloaded
 from planner.options import (
@@ -73,6 +74,8 @@ def plan(problem: Problem, progress: Progress = lambda step: None) -> Plan:
     started_s = time.process_time()
     if problem.workload.clients is not None:
         raise InputError(problem.fault(_NO_RATE, "workload"))
+
+    problem = replace(problem, topology=with_measured_memory(problem.topology, problem.profiles))
 
     # 1. profile -> cost models -> every legal instance, and why the others are not
     progress("fitting cost models")

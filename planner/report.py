@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.cost.base import CostModel
 from planner.cost.fit import fit_report
+from planner.cost.mixed import mixed_error
 from planner.cost.transfer import FALLBACK_BYTES_PER_S, Route
 from planner.deploy import claim_of, deployment_of
 from planner.options import Option
@@ -453,7 +454,15 @@ def _mixed_steps(plan: Plan) -> list[str]:
     """Return what the aggregated way's latencies rest on."""
     if plan.aggregated is None:
         return []
-    return ["aggregated steps that mix prompt chunks with decodes follow a stated law; no profile measured one"]
+    what = "aggregated steps that mix prompt chunks with decodes follow a stated law"
+    kinds = {(kind.gpu, kind.layout): kind.cost for kind in plan.aggregated.placed.kinds}
+    lines = []
+    for (gpu, layout), cost in kinds.items():
+        profile = plan.problem.profile_of(plan.problem.gpus[gpu])
+        if (found := mixed_error(cost, profile) if profile is not None else None) is not None:
+            settings = f"{found.settings} measured setting{'s' * (found.settings > 1)}"
+            lines.append(f"{what}, at {layout} off by {found.median:+.1%} at the median of {settings}")
+    return lines or [f"{what}; no profile measured one"]
 
 
 def _pipelines(plan: Plan) -> list[str]:

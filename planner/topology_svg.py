@@ -271,7 +271,7 @@ def _levels(cell: _Cell) -> list[list[tuple[int, ...]]]:
 
 def _legend(topology: Topology) -> list[tuple[str, str]]:
     """Return a style and a line per distinct link."""
-    style = {"nvlink": "nvlink", "measured": "pcie", "pcie": "root"}
+    style = {"nvlink": "nvlink", "measured": "pcie", "pcie": "root", "memory": "root"}
     lines = []
     for row, _ in link_rows(topology):
         speed = row.nominal_bytes_per_s

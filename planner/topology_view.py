@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 KIND = {
     "nvlink": "NVLink",
     "pcie": "PCIe",
+    "memory": "memory",
     "infiniband": "InfiniBand",
     "roce": "RoCE",
     "efa": "EFA",

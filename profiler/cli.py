@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,7 +51,11 @@ class Options:
     name: str = ""
     max_requests: int = 0
     max_tokens: int = 0
+    max_context: int = 0
+    """Longest request that is measured; 0: what the model can hold."""
     threads: int = 0
+    beside: int = 0
+    """Copies of the engine that are kept busy on further devices meanwhile."""
     block_tokens: int = 16
 
     @property
@@ -100,30 +104,50 @@ class _Run:
     model: ModelSpec
     model_is_preset: bool
     preset_gpu: Gpu | None
+    indices: tuple[int, ...]
+    """GPUs, or cores of the CPU, that this run may use: as many as there are, before any process is pinned."""
 
     @classmethod
     def of(cls, options: Options, watch: Quiet | _Lines) -> _Run:
         from profiler.device import preset_gpu
-        from profiler.model import same_preset, spec_of
+        from profiler.model import named_as_preset, same_preset, spec_of
         from runtime.model_files import open_model, torch_dtype
 
         wanted = torch_dtype(options.dtype)
         files = open_model(options.model, wanted, options.load_format, tokenizer=False, seed=options.seed)
         dtype = options.dtype or files.config.dtype
-        spec = spec_of(files.config, _name(files.name), dtype)
+        spec = named_as_preset(spec_of(files.config, _name(files.name), dtype))
         preset = same_preset(spec)
         device = _device(options)
         _check_layouts(preset or spec, options.layouts)
-        return cls(options, watch, files, device, dtype, preset or spec, preset is not None, preset_gpu(device))
+        run = cls(
+            options,
+            watch,
+            files,
+            device,
+            dtype,
+            preset or spec,
+            preset is not None,
+            preset_gpu(device),
+            _indices(options, device),
+        )
+        if options.beside:
+            for layout in options.layouts:
+                run.group(layout, options.beside)
+        return run
 
-    @property
-    def indices(self) -> tuple[int, ...]:
-        """GPUs, or cores of the CPU."""
-        if self.options.devices:
-            return self.options.devices
-        if self.device == "cuda":
-            return tuple(range(max(layout.gpus for layout in self.options.layouts)))
-        return tuple(sorted(os.sched_getaffinity(0)))
+    def group(self, layout: Layout, number: int) -> tuple[int, ...]:
+        """Return the GPUs or cores of one of several copies of an instance. Raises InputError where they run out."""
+        each = layout.gpus * (1 if self.device == "cuda" else self.threads(layout))
+        found = self.indices[number * each : (number + 1) * each]
+        if len(found) < each:
+            what = "GPUs" if self.device == "cuda" else "cores"
+            needed = (self.options.beside + 1) * each
+            raise InputError(
+                f"--beside {self.options.beside}: {layout} and its copies take {needed} {what}, here are "
+                f"{len(self.indices)}; give --threads, --devices or fewer copies"
+            )
+        return found
 
     def places(self, count: int) -> tuple[str, ...]:
         """Return the devices of `count` ranks, as torch names them."""
@@ -131,7 +155,7 @@ class _Run:
 
     def threads(self, layout: Layout) -> int:
         """Return the CPU threads of each rank."""
-        return self.options.threads or max(1, len(self.indices) // layout.gpus)
+        return self.options.threads or max(1, len(self.indices) // layout.gpus // (self.options.beside + 1))
 
     def measured(self) -> Outcome:
         """Measure all layouts and links, into the journal, then write the profile out of it."""
@@ -174,20 +198,25 @@ class _Run:
         from profiler.environment import device_name
 
         options = self.options
-        return {
-            "model": self.model.name,
-            "model_digest": self.files.config.digest,
-            "weights": options.load_format,
-            "dtype": self.dtype,
-            "device": device_name(self.places(1)[0]),
-            "devices": ",".join(map(str, self.indices)),
-            "torch": torch.__version__,
-            "seed": options.seed,
-            "threads": options.threads,
-            "block_tokens": options.block_tokens,
-            "max_requests": self._max_requests,
-            "max_tokens": self._max_tokens,
-        }
+        beside: dict[str, str | int] = {"copies beside": options.beside} if options.beside else {}
+        return (
+            beside
+            | {
+                "model": self.model.name,
+                "model_digest": self.files.config.digest,
+                "weights": options.load_format,
+                "dtype": self.dtype,
+                "device": device_name(self.places(1)[0]),
+                "devices": ",".join(map(str, self.indices)),
+                "torch": torch.__version__,
+                "seed": options.seed,
+                "threads": options.threads,
+                "block_tokens": options.block_tokens,
+                "max_requests": self._max_requests,
+                "max_tokens": self._max_tokens,
+            }
+            | ({"max context": options.max_context} if options.max_context else {})
+        )
 
     def _facts(self, journal: Journal) -> Facts:
         """Return what the profile says of itself; the device and where it ran are kept in the journal."""
@@ -217,14 +246,15 @@ class _Run:
 
         most = max(layout.gpus for layout in self.options.layouts)
         place, threads = self.places(1)[0], self.threads(Layout(1))
-        gpu = self.preset_gpu or measured_gpu(place, rates(place, self.dtype, threads))
+        cores = (threads, len(self.indices)) if self.device == "cpu" else (1, 1)
+        gpu = self.preset_gpu or measured_gpu(place, rates(place, self.dtype, threads), cores)
         found = environment(
             self.places(most),
             self.threads(Layout(most)),
             self.files.config.digest,
             "dummy" if self.options.load_format == "dummy" else self.files.name,
             self.options.seed,
-        )
+        ).model_copy(update={"busy_beside": self.options.beside})
         return {"kind": "environment", "gpu": gpu.model_dump(mode="json"), "environment": found.model_dump(mode="json")}
 
     # ---- measuring
@@ -255,13 +285,24 @@ class _Run:
             if _is_done(journal, layout, of_layouts):
                 continue
             self.watch.at(f"starting {layout}", clock.spent_s, clock.budget_s)
-            with closing(self._open(layout)) as subject:
+            with self._beside(layout), closing(self._open(layout)) as subject:
                 timer = timer_for(self.places(1)[0], in_process=layout.gpus == 1)
                 left = len(layouts) - index
                 Session(case, subject, timer, journal, of_layouts, left, self.watch).run()
 
-    def _open(self, layout: Layout) -> Any:
-        """Return the engine at a layout. Raises InputError when it cannot be cut so, or the devices are too few."""
+    def _beside(self, layout: Layout) -> AbstractContextManager[None]:
+        """Keep the copies of the engine busy that the user asked for."""
+        from profiler.beside import Beside, busy
+
+        own = replace(self.options, beside=0, threads=self.threads(layout), device=self.device)
+        groups = [self.group(layout, 1 + k) for k in range(self.options.beside)]
+        return busy([Beside(replace(own, devices=group), layout) for group in groups])
+
+    def open(self, layout: Layout, devices: tuple[int, ...], most_kv_bytes: int, kv_blocks: int = 0) -> Any:
+        """Return the engine at a layout, on these GPUs or cores (none: anywhere).
+
+        Raises InputError when it cannot be cut so, or the devices are too few.
+        """
         import torch
 
         from profiler.engine import EngineSubject
@@ -274,19 +315,33 @@ class _Run:
             tp=layout.tp,
             pp=layout.pp,
             device=self.device,
-            device_indices=self.indices[: layout.gpus] if self.device == "cuda" else self.options.devices,
+            device_indices=devices,
             dtype=self.dtype,
             threads=self.threads(layout),
             block_tokens=self.options.block_tokens,
+            kv_blocks=kv_blocks,
             max_batch=self._max_requests,
             step_tokens=self._max_tokens,
+            memory_fraction=EngineSettings().memory_fraction * self._memory_share(layout),
             seed=self.options.seed,
         )
         if self.device == "cpu":
             torch.set_num_threads(self.threads(layout))
         executor = load_executor(self.files, self.options.model, settings, self.options.load_format)
-        most = 2**40 if self.device == "cuda" else _CPU_KV_BYTES // max(1, self.model.kv_bytes_per_token)
-        return EngineSubject(self.files.config, executor, settings, most)
+        most = most_kv_bytes // max(1, self.model.kv_bytes_per_token)
+        return EngineSubject(self.files.config, executor, settings, most, self.options.max_context or 2**30)
+
+    def _open(self, layout: Layout) -> Any:
+        """Return the engine to be measured at a layout."""
+        if self.device == "cuda":
+            return self.open(layout, self.indices[: layout.gpus], 2**60)
+        return self.open(layout, self.group(layout, 0) if self.options.beside else self.options.devices, _CPU_KV_BYTES)
+
+    def _memory_share(self, layout: Layout) -> float:
+        """Return the share of a device's memory that an instance may count on: cores have theirs together."""
+        if self.device == "cuda":
+            return 1.0
+        return min(1.0, layout.gpus * self.threads(layout) / len(self.indices))
 
     def _transfers(self) -> list[dict[str, Any]]:
         """Return what bytes take between ranks, memories and the disk."""
@@ -298,6 +353,10 @@ class _Run:
         most = max(layout.gpus for layout in self.options.layouts)
         each_s = LINKS_SHARE * self.options.budget_s / (5 * len(sizes))
         found = list(links.copies(self.places(max(most, 1)), sizes, each_s))
+        if self.device == "cpu":
+            config = self.files.config
+            kind = links.Blocks(config.layers, self.options.block_tokens, config.kv_heads, config.head_dim, self.dtype)
+            found.append(links.pulls(kind, (1, 4, 16, 64), self.indices[:2]))
         if most > 1:
             found += links.between_ranks(links.Ranks(self.places(most), self.threads(Layout(most))), sizes)
         found += links.disk(self.options.output.resolve().parent, sizes)
@@ -345,6 +404,14 @@ def _device(options: Options) -> str:
     elif absent := [index for index in options.devices if index not in os.sched_getaffinity(0)]:
         raise InputError(f"--devices: core {absent[0]} is not among those that this process may use")
     return device
+
+
+def _indices(options: Options, device: str) -> tuple[int, ...]:
+    if options.devices:
+        return options.devices
+    if device == "cuda":
+        return tuple(range(max(layout.gpus for layout in options.layouts) * (options.beside + 1)))
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def _joined(device: str) -> str:

@@ -81,11 +81,21 @@ def _best_s(run: Callable[[], object], place: object) -> float:
     return best
 
 
-def measured_gpu(device: str, found: Rates) -> Gpu:
-    """Return the device as a `Gpu`, with the rates that it showed in place of a data sheet's."""
+CORE = "cpu-core"
+"""What a device is called that is one core of a processor: as in the cluster `localhost-cpu`."""
+
+
+def measured_gpu(device: str, found: Rates, cores: tuple[int, int] = (1, 1)) -> Gpu:
+    """Return the device as a `Gpu`, with the rates that it showed in place of a data sheet's.
+
+    cores: of a processor, how many the device has, and how many there are: its memory is that share of all.
+    """
+    name, share = _clean(device_name(device)), min(1.0, cores[0] / cores[1])
+    core = cores[0] == 1 < cores[1] and not device.startswith("cuda")
     return Gpu(
-        name=_clean(device_name(device)),
-        memory_bytes=memory_bytes(device),
+        name=CORE if core else name,
+        aliases=(name,) if core else (),
+        memory_bytes=round(memory_bytes(device) * share),
         memory_bytes_per_s=found.bytes_per_s,
         fp16_flop_per_s=max(found.flop_per_s, 1e9),
         host_bytes_per_s=found.host_bytes_per_s,

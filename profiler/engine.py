@@ -62,7 +62,14 @@ class OneAtATime:
 class EngineSubject:
     """One instance of the runtime. Requests are adopted with their first tokens cached, as from a prefill instance."""
 
-    def __init__(self, config: ModelConfig, executor: Executor, settings: EngineSettings, most_kv_tokens: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        executor: Executor,
+        settings: EngineSettings,
+        most_kv_tokens: int,
+        most_context: int = 2**30,
+    ):
         self._executor = OneAtATime(executor, -(-most_kv_tokens // settings.block_tokens))
         self._engine = Engine(config, self._executor, settings)
         self._vocabulary = config.vocab_size
@@ -73,7 +80,7 @@ class EngineSubject:
         self.limits = Limits(
             kv_blocks=self._executor.kv_blocks,
             block_tokens=settings.block_tokens,
-            max_positions=config.max_positions - 2,  # tokens that the engine wants room for
+            max_positions=min(config.max_positions - 2, most_context),  # two that the engine wants room for
             max_requests=settings.max_batch,
             max_step_tokens=settings.step_tokens or config.max_positions,
         )

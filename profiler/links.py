@@ -6,6 +6,7 @@ is timed several times and given as its median with the 10 % and 90 % quantiles.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -13,12 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from planner.errors import InputError
 from planner.specs.measured import Transfer
+
+if TYPE_CHECKING:
+    from runtime.transfer.base import Reader, Source
 
 REPEATS = 15
 _BATCH_S = 0.002
@@ -193,6 +197,111 @@ def _finish(buffer: Any) -> None:
 def _all_done(*buffers: Any) -> None:
     for buffer in buffers:
         _finish(buffer)
+
+
+# ---- KV blocks from one process to another
+
+
+class Blocks(NamedTuple):
+    """The KV memory of one rank."""
+
+    layers: int
+    block_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def source(self, address: str, blocks: int) -> Source:
+        """Return it as what others read: `blocks` of it in shared memory, in the file `address`."""
+        from runtime.transfer.base import Source
+
+        layers, heads = (0, self.layers), (0, self.kv_heads)
+        return Source("shm", address, layers, heads, blocks, self.block_tokens, self.head_dim, self.dtype)
+
+
+def pulls(kind: Blocks, counts: Sequence[int], cores: Sequence[int]) -> Transfer:
+    """Return the times to take so many scattered KV blocks out of another process's memory, layer by layer.
+
+    With the runtime's own transport, as a decode instance does once a prompt has run; the other process writes the
+    blocks anew before each pull. cores: where to run the one that takes and the one that has (one core may do both).
+    Raises InputError when the other fails.
+    """
+    import torch
+    import torch.multiprocessing as mp
+
+    from runtime.transfer.base import open_reader
+
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    before, rng, rows = os.sched_getaffinity(0), torch.Generator().manual_seed(0), []
+    with tempfile.TemporaryDirectory(dir=_shared_memory()) as folder:
+        source = kind.source(f"{folder}/kv", max(counts))
+        giver = context.Process(target=_give, args=(source, theirs, cores[1 % len(cores)]), daemon=True)
+        giver.start()
+        theirs.close()
+        try:
+            os.sched_setaffinity(0, {cores[0]})
+            _written(ours)
+            reader, target = open_reader(source), torch.ones(source.shape, dtype=source.torch_dtype)
+            for count in counts:
+                times_s = []
+                for _ in range(REPEATS + 1):
+                    found, free = (torch.randperm(max(counts), generator=rng)[:count] for _ in range(2))
+                    _written(ours)
+                    times_s.append(_pulled(reader, target, found, free))
+                rows.append(quantiles(target[:, :, 0].nbytes * count, times_s[1:]))
+            reader.close()
+        finally:
+            os.sched_setaffinity(0, before)
+            ours.close()
+            giver.join(5.0)
+            if giver.is_alive():
+                giver.kill()
+                giver.join()
+    return Transfer(what="pull", over="shared memory", ranks=2, rows=tuple(rows))
+
+
+def _shared_memory() -> str | None:
+    """Return the folder of files that are memory; None where there is no such thing, for the usual one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _written(giver: Any) -> None:
+    """Have the other process write its blocks anew, and wait for it."""
+    try:
+        giver.send(True)
+        if not giver.poll(_JOIN_S):
+            raise EOFError
+        giver.recv()
+    except (EOFError, OSError):
+        raise InputError("timing pulls of KV blocks failed: the other process ended; give --no-links") from None
+
+
+def _pulled(reader: Reader, target: Any, found: Any, free: Any) -> float:
+    """Return the time to read the blocks `found` into the blocks `free` of `target`, as a `runtime.transfer` pull."""
+    before = time.perf_counter()
+    for layer, ours in enumerate(target):
+        ours[:, free] = reader.read(layer, found, slice(0, target.shape[-2]))
+    return time.perf_counter() - before
+
+
+def _give(source: Source, ours: Any, core: int) -> None:
+    """Write the blocks whenever asked, until nobody asks any more."""
+    import torch
+
+    from runtime.transfer.base import open_outlet
+
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    outlet = open_outlet(source.transport, source, torch.device("cpu"))
+    try:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                ours.recv()
+                outlet.kv.add_(1)
+                ours.send(True)
+    finally:
+        outlet.close()
 
 
 # ---- between memories, and to the disk

@@ -53,10 +53,21 @@ def _biases(config: ModelConfig) -> str:
 
 def same_preset(spec: ModelSpec) -> ModelSpec | None:
     """Return the shipped model that differs from `spec` in words alone, or None: then the profile carries its own."""
-    wanted = _figures(spec)
-    presets = [validate(ModelSpec, d) for name in preset_names("models") if (d := load_preset("models", name))]
-    return next((preset for preset in presets if _figures(preset) == wanted), None)
+    return next((preset for preset in _presets() if _figures(preset) == _figures(spec)), None)
 
 
-def _figures(spec: ModelSpec) -> dict[str, object]:
-    return spec.model_dump(exclude={"name", "aliases", "source", "notes"})
+def named_as_preset(spec: ModelSpec) -> ModelSpec:
+    """Return the model by the name of the shipped one that it is, whatever the type of its weights; else as it is."""
+    same = (
+        preset for preset in _presets() if _figures(preset, "dtype", "kv_dtype") == _figures(spec, "dtype", "kv_dtype")
+    )
+    preset = next(same, None)
+    return spec if preset is None else spec.model_copy(update={"name": preset.name, "aliases": preset.aliases})
+
+
+def _presets() -> list[ModelSpec]:
+    return [validate(ModelSpec, d) for name in preset_names("models") if (d := load_preset("models", name))]
+
+
+def _figures(spec: ModelSpec, *without: str) -> dict[str, object]:
+    return spec.model_dump(exclude={"name", "aliases", "source", "notes", *without})

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,14 @@ from planner.cli import _run  # noqa: E402
 from planner.errors import InputError  # noqa: E402
 from planner.sources.profiles import read_profile  # noqa: E402
 from planner.specs.base import load, load_preset, preset_names, validate  # noqa: E402
+from planner.specs.cluster import find_gpu  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 from profiler import links  # noqa: E402
+from profiler.beside import _turns  # noqa: E402
 from profiler.cli import parse_numbers, parse_seconds  # noqa: E402
 from profiler.device import measured_gpu, rates  # noqa: E402
 from profiler.engine import EngineSubject  # noqa: E402
-from profiler.model import same_preset, spec_of  # noqa: E402
+from profiler.model import named_as_preset, same_preset, spec_of  # noqa: E402
 from profiler.session import PASSES  # noqa: E402
 from profiler.setting import Setting  # noqa: E402
 from profiler.store import journal_path  # noqa: E402
@@ -34,6 +37,7 @@ from runtime.load import load_executor  # noqa: E402
 from runtime.model_files import open_model  # noqa: E402
 from runtime.preset_config import preset_config  # noqa: E402
 from runtime.settings import EngineSettings  # noqa: E402
+from runtime.transfer.base import open_outlet, open_reader  # noqa: E402
 from tests.little_transformer import LittleTransformer  # noqa: E402
 
 CONFIG = {
@@ -153,8 +157,44 @@ def test_ranks_time_their_links_and_say_so_when_one_dies():
 
 
 def test_the_best_rates_of_a_device_make_a_gpu_of_it(one_thread):
-    gpu = measured_gpu("cpu", rates("cpu", "float32", 1))
+    found = rates("cpu", "float32", 1)
+    gpu = measured_gpu("cpu", found)
     assert gpu.memory_bytes > 2**30 and gpu.fp16_flop_per_s > 1e9 and gpu.memory_bytes_per_s > 1e8
+    core = measured_gpu("cpu", found, cores=(1, 4))
+    assert (core.name, core.aliases) == ("cpu-core", (gpu.name,)) and find_gpu(core.name) is not None
+    assert core.memory_bytes == pytest.approx(gpu.memory_bytes / 4, rel=1e-6)
+    half = measured_gpu("cpu", found, cores=(2, 4))
+    assert (half.name, half.memory_bytes) == (gpu.name, pytest.approx(gpu.memory_bytes / 2, rel=1e-6))
+
+
+def test_a_model_goes_by_its_presets_name_whatever_the_type_of_its_weights():
+    other = named_as_preset(spec_of(preset_config("smollm2-135m"), "a-file.q4", "float32"))
+    assert (other.name, other.dtype) == ("smollm2-135m", "float32")
+    mine = spec_of(replace(preset_config("smollm2-135m"), layers=29), "a-file.q4", "float32")
+    assert named_as_preset(mine) == mine
+
+
+@pytest.mark.slow
+def test_kv_blocks_are_pulled_out_of_a_process_that_writes_them(one_thread):
+    kind = links.Blocks(layers=3, block_tokens=16, kv_heads=2, head_dim=8, dtype="float32")
+    before = os.sched_getaffinity(0)
+    found = links.pulls(kind, (1, 4, 16), sorted(before)[:2])
+    assert (found.what, found.over, found.ranks) == ("pull", "shared memory", 2)
+    # 3 layers, keys and values, 16 tokens of 2 heads of 8 numbers of 4 bytes
+    assert [row[0] for row in found.rows] == [6144 * n for n in (1, 4, 16)]
+    assert os.sched_getaffinity(0) == before
+    with pytest.raises(InputError, match="the other process ended; give --no-links"):
+        links.pulls(kind, (1,), [min(before), 10_000])  # no such core
+
+
+def test_pulled_blocks_land_where_they_were_asked_for(one_thread, tmp_path):
+    kind = links.Blocks(layers=2, block_tokens=4, kv_heads=1, head_dim=2, dtype="float32")
+    source = kind.source(str(tmp_path / "kv"), 5)
+    outlet, target = open_outlet("shm", source, torch.device("cpu")), torch.ones(source.shape)
+    outlet.kv += 1 + torch.arange(5.0).view(1, 1, 5, 1, 1, 1)
+    links._pulled(open_reader(source), target, torch.tensor([4, 1]), torch.tensor([0, 3]))
+    outlet.close()
+    assert target[:, :, :, 0, 0, 0].tolist() == [[[5.0, 1.0, 1.0, 2.0, 1.0]] * 2] * 2  # elsewhere as it was
 
 
 @pytest.mark.gpu
@@ -231,6 +271,77 @@ def test_model_and_output_are_asked_for(capsys):
     assert "expected --model and -o" in capsys.readouterr().err
     assert _run(["profile"]) in (0, 1, 2)
     assert "Measure a model on this machine" in "".join(capsys.readouterr())
+
+
+def test_a_copy_beside_gives_either_phase_half_of_its_time():
+    machine = LittleTransformer()
+    spent_s = {"prefill": 0.0, "decode": 0.0}
+    turns = _turns(machine)
+    while sum(spent_s.values()) < 0.3:
+        setting = next(turns)
+        before = time.perf_counter()
+        time.sleep(0.01 if setting.phase == "prefill" else 0.002)
+        spent_s[setting.phase] += time.perf_counter() - before
+    assert 0.4 < spent_s["prefill"] / sum(spent_s.values()) < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_core_is_measured_beside_a_copy(model, tmp_path):
+    output = tmp_path / "p.yaml"
+    command = [
+        "profile",
+        "--model",
+        str(model),
+        "-o",
+        str(output),
+        *QUICK,
+        "--beside",
+        "1",
+        "--max-context",
+        "100",
+        "-q",
+    ]
+    done = subprocess.run([sys.executable, "-m", "planner", *command, "--time-budget", "8s"], check=False)
+    assert done.returncode == 0
+    profile = read_profile(load(output))
+    assert profile.environment.busy_beside == 1 and (profile.gpu, profile.measured_gpu.name) == ("cpu-core",) * 2
+    assert max(max(row.context_tokens, row.prompt_tokens + row.cached_tokens) for row in profile.samples.each) <= 100
+    assert "pull" in [each.what for each in profile.transfers]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_copy_beside_ends_when_the_run_is_killed(model, tmp_path):
+    output = tmp_path / "p.yaml"
+    command = ["profile", "--model", str(model), "-o", str(output), *QUICK, "--beside", "1", "--no-links", "-q"]
+    process = running([*command, "--time-budget", "60s"])
+    try:
+        _wait(lambda: '"kind":"sample"' in (journal_path(output).read_text() if journal_path(output).exists() else ""))
+        copies = _children(process.pid)
+        assert copies
+    finally:
+        process.kill()
+        process.communicate()
+    _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in copies))
+
+
+def test_too_few_cores_for_the_copies_are_named(model, tmp_path, capsys):
+    command = ["profile", "--model", str(model), "-o", str(tmp_path / "p.yaml"), *QUICK, "--beside", "60", "-q"]
+    assert _run([*command, "--devices", "0"]) == 1
+    assert "--beside 60: TP1 and its copies take 61 cores, here are 1; give --threads" in capsys.readouterr().err
+
+
+def _children(pid: int) -> list[int]:
+    text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(child) for child in text.split()]
+
+
+def _wait(until, most_s: float = 60.0) -> None:
+    deadline = time.monotonic() + most_s
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def running(command: list[str]) -> subprocess.Popen:

@@ -202,10 +202,10 @@ def _ring(problem: Problem, group: tuple[GpuId, ...]) -> tuple[float, float]:
 
 
 def _joined(problem: Problem, group: tuple[GpuId, ...]) -> bool:
-    """Return True when every pair of the group's ring talks over NVLink alone."""
+    """Return True when every pair of the group's ring talks over NVLink alone (cores: over their memory)."""
     topology = problem.topology
     steps = zip(group, group[1:] + group[:1], strict=True) if len(group) > 1 else ()
-    return all(topology.links[i].kind.startswith("nv") for a, b in steps for i in topology.path(a, b))
+    return all(topology.links[i].kind in ("nvlink", "memory") for a, b in steps for i in topology.path(a, b))
 
 
 def _kinds(
@@ -252,7 +252,9 @@ def _if_legal(
     profile = problem.profile_of(gpu)
     measured = profile.kv_tokens_at(layout.tp, layout.pp) if profile else None
     if isinstance(verdict, int) and measured is not None:
-        verdict = measured // engine.block_tokens
+        found = measured // engine.block_tokens
+        given = "memory_fraction" in engine.model_fields_set  # less than the profile's engine may take, on request
+        verdict = min(verdict, found) if given else found
     if isinstance(verdict, str):
         rejected.append(Rejected(phase, layout, gpu.name, verdict))
         return
@@ -261,7 +263,7 @@ def _if_legal(
     if phase == "aggregated":
         batch = min(batch, max_tokens)  # each running request needs a token of the step's budget; vLLM insists
     chunk = engine.pipeline_tokens or 0 if phase == "prefill" and layout.pp > 1 else 0
-    limits = Limits(batch, max_tokens, verdict, engine.block_tokens, swap, pipeline_tokens=chunk)
+    limits = Limits(batch, max_tokens, verdict, engine.block_tokens, swap, engine.plans_ahead, chunk)
     yield Kind(phase, layout, gpu.name, cost, limits)  # type: ignore[arg-type]
 
 

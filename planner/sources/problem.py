@@ -85,11 +85,11 @@ class Problem:
 
     def profile_of(self, gpu: Gpu) -> Profile | None:
         """Return the profile measured on this GPU type, if any."""
-        return next((profile for profile in self.profiles if gpu.is_called(profile.gpu)), None)
+        return next((profile for profile in self.profiles if profile.is_of(gpu)), None)
 
     def carried_to(self, gpu: Gpu) -> Carried | None:
         """Return what to carry over to a GPU type without a profile: its own GPU's before another's, then as listed."""
-        return min(self.carried, key=lambda one: not gpu.is_called(one.profile.gpu), default=None)
+        return min(self.carried, key=lambda one: not one.profile.is_of(gpu), default=None)
 
 
 def read_problem(path: str | Path) -> Problem:
@@ -137,7 +137,7 @@ def problem_of(document: Document) -> Problem:
     return Problem(
         spec.name or Path(document.file).stem,
         model,
-        topology,
+        _as_measured(topology, profiles),
         profiles,
         workload,
         slos,
@@ -217,7 +217,7 @@ def _profiles(document: Document, model: ModelSpec, topology: Topology) -> tuple
         return ()
     if asked == "auto":
         shipped = [read_profile(_preset(name)) for name in preset_names("profiles")]
-        return tuple(p for p in shipped if model.is_called(p.model) and any(gpu.is_called(p.gpu) for gpu in gpus))
+        return tuple(p for p in shipped if model.is_called(p.model) and any(p.is_of(gpu) for gpu in gpus))
     if not asked:
         raise InputError(document.fault("expected at least one profile; none plans from data sheets alone", "profiles"))
     found: list[Profile] = []
@@ -254,7 +254,7 @@ def _carried(
 ) -> tuple[Carried, ...]:
     """Return the profiles that the problem asks to carry over, to the GPU types that `profiles` leave without one."""
     gpus = [node.gpu for node in topology.nodes]
-    bare = [gpu for gpu in gpus if not any(gpu.is_called(profile.gpu) for profile in profiles)]
+    bare = [gpu for gpu in gpus if not any(profile.is_of(gpu) for profile in profiles)]
     found: list[Carried] = []
     faults: list[Fault] = []
     for place in filter(_is_carried, _listed(document)):
@@ -263,7 +263,7 @@ def _carried(
         except InputError as error:
             faults.extend(error.faults)
             continue
-        if any(gpu.is_called(one.profile.gpu) for gpu in bare) and model.is_called(one.profile.model):
+        if any(one.profile.is_of(gpu) for gpu in bare) and model.is_called(one.profile.model):
             faults.append(place.fault(f"profile {one.profile.name} is of this model and GPU: name it alone", CARRY))
         if not bare:
             faults.append(place.fault("every GPU type here has a profile of its own; leave this one out"))
@@ -306,12 +306,38 @@ def _profile_mistakes(profile: Profile, others: list[Profile], model: ModelSpec,
     """Yield why a profile cannot be used here."""
     if not model.is_called(profile.model):
         yield f"profile {profile.name} measured {profile.model}, but the model here is {model.name}{_WAY_OUT}"
-    gpu = next((gpu for gpu in gpus if gpu.is_called(profile.gpu)), None)
+    elif profile.measured_model is not None and (why := _other_type(profile, profile.measured_model, model)):
+        yield why
+    gpu = next((gpu for gpu in gpus if profile.is_of(gpu)), None)
     if gpu is None:
         types = ", ".join(sorted({gpu.name for gpu in gpus}))
         yield f"profile {profile.name} measured {profile.gpu}, which is not in this cluster ({types}){_WAY_OUT}"
-    elif any(gpu.is_called(other.gpu) for other in others):
+    elif any(other.is_of(gpu) for other in others):
         yield f"a second profile of {gpu.name}; give one per GPU type"
+
+
+def _other_type(profile: Profile, measured: ModelSpec, model: ModelSpec) -> str | None:
+    """Return what to say of a profile that was measured with another type of weights or KV cache, or None."""
+    here, there = ((each.dtype, each.kv_dtype or each.dtype) for each in (model, measured))
+    if here == there:
+        return None
+    ours, theirs = ("/".join(dict.fromkeys(each)) for each in (here, there))
+    way_out = f"to plan for that, write model: {{like: {model.name}, dtype: {measured.dtype}}}"
+    return f"profile {profile.name} measured {theirs}, the model here has {ours}; {way_out}"
+
+
+def _as_measured(topology: Topology, profiles: tuple[Profile, ...]) -> Topology:
+    """Return the cluster with the devices as profiles found them, where these carry their own figures.
+
+    A stand-in such as `cpu-core` says little; what was measured must not run against it.
+    """
+    found = {
+        gpu.name: profile.measured_gpu.model_copy(update={"name": gpu.name, "aliases": gpu.aliases})
+        for gpu in dict.fromkeys(node.gpu for node in topology.nodes)
+        for profile in profiles
+        if profile.measured_gpu is not None and profile.is_of(gpu)
+    }
+    return topology.with_gpus(found) if found else topology
 
 
 def _preset(name: str) -> Document:

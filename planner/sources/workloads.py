@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.errors import Fault, InputError
 from planner.sources.traces import READERS, Table, cut
-from planner.specs.base import Document, dump_json, locate, read_text, validate
+from planner.specs.base import Document, dump_json, locate, read_text, resolve, validate
 from planner.specs.workload import UNTIMED, Workload, WorkloadSpec, make_requests, make_workload
 
 
@@ -20,6 +20,7 @@ def read_workload(document: Document) -> Workload:
 
     Raises InputError with the line of each mistake, in the document or in the data file.
     """
+    document = resolve("workloads", document)
     spec = validate(WorkloadSpec, document)
     if faults := list(_mismatches(spec, document)):
         raise InputError(faults)

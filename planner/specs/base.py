@@ -20,6 +20,8 @@ from planner.errors import Fault, InputError
 MAX_FILE_BYTES = 64 * 2**20
 _MAX_ALIASED = 100_000
 _MAX_DEPTH = 100
+LIKE = "like"
+_MOST_LIKE = 8
 _UNITS = {"bytes_per_s": "bytes/s", "flop_per_s": "FLOP/s", "_rps": "requests/s", "_bytes": "bytes", "_s": "s"}
 _NAME = "a name of letters, digits and . _ / + - that begins with a letter or digit"  # the only pattern there is
 
@@ -43,6 +45,8 @@ class Document:
     prefix: Path_ = ()
     keys: dict[Path_, tuple[int, int]] = field(default_factory=dict)
     """Where the key of a piece stands; its value may begin a line later."""
+    changed: dict[str, Document] = field(default_factory=dict)
+    """Pieces that stand in another file than the rest (see `resolve`), by their key."""
 
     @property
     def folder(self) -> Path:
@@ -51,13 +55,21 @@ class Document:
 
     def at(self, *keys: str | int) -> Document:
         """Return the part under `keys`, still knowing its lines."""
+        if keys and (elsewhere := self._elsewhere(keys)) is not None:
+            return elsewhere.at(*keys[1:])
         data = self.data
         for key in keys:
             data = data[key]
         return Document(data, self.file, self.marks, self.prefix + keys, self.keys)
 
+    def _elsewhere(self, path: Path_) -> Document | None:
+        """Return the piece that `path` leads into, where another file has it."""
+        return self.changed.get(str(path[0])) if path else None
+
     def fault(self, message: str, *path: str | int) -> Fault:
         """Return a fault at `path`, or at the closest enclosing piece that has a line."""
+        if (elsewhere := self._elsewhere(path)) is not None:
+            return elsewhere.fault(message, *path[1:])
         full = self.prefix + path
         for end in range(len(full), -1, -1):
             if full[:end] in self.marks:
@@ -67,6 +79,8 @@ class Document:
 
     def key_fault(self, message: str, *path: str | int) -> Fault:
         """Return a fault at the key that ends `path`, not at its value."""
+        if (elsewhere := self._elsewhere(path)) is not None:
+            return elsewhere.key_fault(message, *path[1:])
         full = self.prefix + path
         if full not in self.keys:
             return self.fault(message, *path)
@@ -398,11 +412,31 @@ def load_preset(family: str, name: str) -> Document | None:
 def resolve(family: str, document: Document) -> Document:
     """Return what a reference means: a mapping is meant as it stands, text is a preset's name or a file.
 
+    A mapping with `like: NAME` is that preset or file, with what else the mapping says in place of what stands there.
     Files are looked up beside the document that names them. Raises InputError at the reference's line.
     """
+    found = document if isinstance(document.data, dict) else _referred(family, document)
+    return _varied(family, found)
+
+
+def _varied(family: str, document: Document) -> Document:
+    """Return a document with `like` followed, however often; the others as they are."""
+    changes: list[Document] = []
+    while isinstance(document.data, dict) and LIKE in document.data:
+        if len(changes) == _MOST_LIKE:
+            raise InputError(document.fault(f"expected at most {_MOST_LIKE} files, each like the next, got more", LIKE))
+        changes.append(document)
+        document = _referred(family, document.at(LIKE))
+    for change in reversed(changes):
+        keys = [key for key in change.data if key != LIKE]
+        changed = {**document.changed, **{key: change.at(key) for key in keys}}
+        document = replace(document, data={**document.data, **{key: change.data[key] for key in keys}}, changed=changed)
+    return document
+
+
+def _referred(family: str, document: Document) -> Document:
+    """Return the preset or file that text names. Raises InputError at its line."""
     value = document.data
-    if isinstance(value, dict):
-        return document
     if not isinstance(value, str) or not value:
         raise InputError(document.fault(f"expected a preset name, a file or a mapping, got {_short(value)}"))
     if (preset := load_preset(family, value)) is not None:
@@ -422,7 +456,7 @@ def resolve(family: str, document: Document) -> Document:
 
 def locate(document: Document, name: str, *path: str | int) -> Path:
     """Return the path of a file that stands beside the document; without it, raise InputError at `path`'s line."""
-    found = document.folder / name
+    found = (document._elsewhere(path) or document).folder / name
     if os.path.isdir(found):
         raise InputError(document.fault(f"expected a file, got the folder {str(found)!r}", *path))
     if not os.path.exists(found):

@@ -17,7 +17,7 @@ from planner.specs.base import Path_, Spec, load_preset, preset_names, suggest, 
 from planner.specs.gpu import Gpu
 from planner.specs.units import BytesPerSecond, Name, SecondsOrZero, Share
 
-LinkKind = Literal["nvlink", "pcie", "infiniband", "roce", "efa", "tcp", "uplink", "measured"]
+LinkKind = Literal["nvlink", "pcie", "memory", "infiniband", "roce", "efa", "tcp", "uplink", "measured"]
 NicKind = Literal["infiniband", "roce", "efa", "tcp"]
 MAX_GPUS = 100_000
 NO_RACK = "default"
@@ -34,6 +34,7 @@ class Default(NamedTuple):
 EFFICIENCY: dict[str, Default] = {
     "nvlink": Default(0.78, "NCCL send/recv, H200: 134 MB in 381 us, 352 of 450 GB/s (apex_plus)"),
     "pcie": Default(0.61, "two L40S: 1.07 GB exchanged in 56.0 ms, 19.2 of 31.5 GB/s (aiconfigurator)"),
+    "memory": Default(0.5, "a copy reads and writes; what one core really reaches, planner profile measures"),
     "infiniband": Default(0.74, "KV over 2 x 200 Gb/s: 37 of 50 GB/s (Mooncake#1668); NCCL 35 of 50 (Vidur)"),
     "roce": Default(0.74, "KV over 2 x 200 Gb/s: 37 of 50 GB/s (Mooncake#1668)"),
     "efa": Default(0.6, "no measurement at hand; one report of 0.3 GB/s (nixl#1021): measure it"),
@@ -45,6 +46,7 @@ EFFICIENCY: dict[str, Default] = {
 LATENCY_S: dict[str, float] = {
     "nvlink": 1e-6,
     "pcie": 2e-6,
+    "memory": 1e-6,
     "infiniband": 12e-6,
     "roce": 12e-6,
     "efa": 25e-6,
@@ -89,10 +91,11 @@ class Links(Spec):
     """How the GPUs inside a node are joined.
 
     nvswitch: all of them; nvlink-pairs: bridges between devices 0-1, 2-3, ...; nvlink: the `groups` given;
-    pcie: no NVLink at all. `bytes_per_s` is per GPU and direction, of the kind named.
+    pcie: no NVLink at all; memory: processor cores, which copy out of the memory they share. `bytes_per_s` is per GPU
+    and direction, of the kind named.
     """
 
-    kind: Literal["nvswitch", "nvlink-pairs", "nvlink", "pcie"]
+    kind: Literal["nvswitch", "nvlink-pairs", "nvlink", "pcie", "memory"]
     bytes_per_s: BytesPerSecond | None = None
     groups: tuple[Indexes, ...] | None = None
     pcie_bytes_per_s: BytesPerSecond | None = None
@@ -165,6 +168,7 @@ class Efficiency(Spec):
 
     nvlink: Share | None = None
     pcie: Share | None = None
+    memory: Share | None = None
     infiniband: Share | None = None
     roce: Share | None = None
     efa: Share | None = None
@@ -253,7 +257,7 @@ def _group_mistakes(cluster: Cluster, group: NodeGroup, at: Path_) -> Iterator[M
 
 def uses_nvlink(group: NodeGroup) -> bool:
     """True when the file says that the node has NVLink. The name of a GPU never says so."""
-    return group.links.kind != "pcie" if group.links else group.nvlink_domain is not None
+    return group.links.kind not in ("pcie", "memory") if group.links else group.nvlink_domain is not None
 
 
 def _twice(values: Sequence[object], at: Path_) -> Iterator[Mistake]:
@@ -279,8 +283,8 @@ def _links_mistakes(group: NodeGroup, links: Links, at: Path_) -> Iterator[Mista
         yield Mistake("kind nvlink needs groups, such as [[0, 1], [2, 3]]; for all GPUs say nvswitch", at)
     if links.groups is not None and links.kind != "nvlink":
         yield Mistake(f"groups belong to kind nvlink, not to {links.kind}", (*at, "groups"))
-    if links.kind == "pcie" and links.bytes_per_s and links.pcie_bytes_per_s:
-        yield Mistake("with kind pcie give bytes_per_s only", (*at, "pcie_bytes_per_s"))
+    if links.kind in ("pcie", "memory") and links.bytes_per_s and links.pcie_bytes_per_s:
+        yield Mistake(f"with kind {links.kind} give bytes_per_s only", (*at, "pcie_bytes_per_s"))
     for key, lists in (("groups", links.groups), ("roots", [r.gpus for r in links.roots or ()])):
         for i, indexes in enumerate(lists or ()):
             yield from _inside(indexes, group, (*at, key, i))

@@ -38,5 +38,8 @@ class Engine(Spec):
     """KV transfers that one decode instance runs at a time."""
     first_token_at: Literal["decode", "prefill"] = "decode"
     """Who sends the first token: the decode side once it has the KV, or the prefill side at once."""
+    plans_ahead: bool = True
+    """An aggregated instance of one stage plans a step while another one runs, as vLLM's asynchronous scheduling does;
+    false for the included runtime, which plans the next step when the last one has ended."""
     layerwise_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Measured share of the KV transfer that hides behind the prefill (layer by layer); 0 unless measured."""

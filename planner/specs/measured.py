@@ -18,6 +18,7 @@ What = Literal[
     "send",
     "all-reduce",
     "device to device",
+    "pull",
     "device to host",
     "host to device",
     "host to disk",
@@ -45,6 +46,8 @@ class Environment(Spec):
     git_commit: str = ""
     model_digest: str = ""
     """Of the model's configuration, as `runtime.model_config` makes it."""
+    busy_beside: CountOrZero = 0
+    """Copies of the engine that were kept busy on further devices meanwhile."""
     weights: str = ""
     """`dummy` or where they came from."""
     seed: int = 0
@@ -61,7 +64,8 @@ class Transfer(Spec):
     """Seconds that messages or copies of several sizes took: one row per size, the median with its quantiles."""
 
     what: What
-    """`send` is one way, between two ranks; `all-reduce` is over all `ranks`."""
+    """`send` is one way, between two ranks; `all-reduce` is over all `ranks`; `pull` is KV blocks that one process
+    takes, layer by layer, out of another's memory."""
     over: str = Field(min_length=1)
     """What carried the bytes: gloo, nccl, memory, or the kind of disk."""
     ranks: Count = 1

@@ -231,6 +231,10 @@ class Profile(Spec):
                 raise ValueError(f"{what} {', '.join(map(str, twice[0]))} stand twice")
         return self
 
+    def is_of(self, gpu: Gpu) -> bool:
+        """True when it was measured on this type of GPU."""
+        return gpu.is_called(self.gpu)
+
     @property
     def _each(self) -> Iterator[Sample]:
         return self.samples.each if self.samples else iter(())

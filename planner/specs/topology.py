@@ -1,7 +1,7 @@
 """The cluster as a graph: GPUs, switches and network cards, joined by links with a speed and a latency.
 
     gpu -> nvswitch -> gpu                                   inside a node or an NVLink domain
-    gpu -> root [-> host -> root] -> gpu                     over PCIe, between sockets through the host
+    gpu -> root [-> host -> root] -> gpu                     over PCIe (cores: memory), between sockets by the host
     gpu -> root -> nic -> leaf [-> spine -> leaf] -> nic -> root -> gpu      between nodes
 
 Ways are never searched: NVLink before PCIe before the network, each GPU over the card nearest to it.
@@ -9,8 +9,8 @@ Ways are never searched: NVLink before PCIe before the network, each GPU over th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,6 +164,15 @@ class Topology:
     def gpus(self) -> tuple[GpuId, ...]:
         """Every GPU, in the order of the file."""
         return self._once("gpus", lambda: tuple(self._ways))
+
+    def with_gpus(self, gpus: Mapping[str, Gpu]) -> Topology:
+        """Return the same with other figures for the GPU types of these names."""
+        nodes = tuple(replace(node, gpu=gpus.get(node.gpu.name, node.gpu)) for node in self.nodes)
+        return replace(self, nodes=nodes, _cache={})
+
+    def with_links(self, change: Callable[[Link], Link]) -> Topology:
+        """Return the same with every link as `change` makes it; ends and kinds must stay."""
+        return replace(self, links=tuple(map(change, self.links)), _cache={})
 
     def node(self, name: str) -> Node:
         """Return the node called `name`. Raises InputError when there is none."""
@@ -398,7 +407,8 @@ class _Builder:
             gpu = Vertex("gpu", name, index)
             root = roots[plan.root_of(index)]
             speed = plan.port_bytes_per_s(index)
-            pcie = self._pair("pcie", (gpu, root), speed, LATENCY_S["pcie"] / 2, plan.pcie_own)
+            kind = plan.slot_kind
+            pcie = self._pair(kind, (gpu, root), speed, LATENCY_S[kind] / 2, plan.pcie_own)
             self.ways[GpuId(name, index)] = _Ways(
                 nvlink=self._add_nvlink(gpu, group, plan),
                 root=root,
@@ -426,7 +436,8 @@ class _Builder:
         if len(roots) > 1:
             for root, speed in zip(roots, plan.root_bytes_per_s, strict=True):
                 ends = (root, Vertex("host", name))
-                self.host[root] = self._pair("pcie", ends, speed, LATENCY_S["pcie"] / 2, plan.pcie_own)
+                kind = plan.slot_kind
+                self.host[root] = self._pair(kind, ends, speed, LATENCY_S[kind] / 2, plan.pcie_own)
         return roots
 
     def _add_nvlink(self, gpu: Vertex, group: NodeGroup, plan: NodePlan) -> tuple[Vertex, int, int] | None:

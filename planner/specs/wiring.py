@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from planner.specs.cluster import Links, NodeGroup, nvlink_bytes_per_s, uses_nvlink
+from planner.specs.cluster import LinkKind, Links, NodeGroup, nvlink_bytes_per_s, uses_nvlink
 from planner.specs.gpu import Gpu
+
+_BARE = ("pcie", "memory")
+"""Kinds of links inside a node without NVLink."""
 
 
 class Port(NamedTuple):
@@ -37,7 +40,7 @@ class NodePlan:
     @classmethod
     def of(cls, group: NodeGroup, gpu: Gpu) -> NodePlan:
         links = group.links or Links(kind="nvswitch" if uses_nvlink(group) else "pcie")
-        pcie = links.pcie_bytes_per_s or (links.bytes_per_s if links.kind == "pcie" else None)
+        pcie = links.pcie_bytes_per_s or (links.bytes_per_s if links.kind in _BARE else None)
         pcie = pcie or gpu.host_bytes_per_s
         roots = tuple(tuple(sorted(root.gpus)) for root in links.roots or ()) or (group.indices,)
         nvlink = _nvlink_groups(links, group.indices)
@@ -58,12 +61,17 @@ class NodePlan:
 
     @property
     def pcie_own(self) -> float | None:
-        """The efficiency that the file gives for PCIe in this node."""
-        return self.links.efficiency if self.links.kind == "pcie" else None
+        """The efficiency that the file gives for PCIe (of cores: memory) in this node."""
+        return self.links.efficiency if self.links.kind in _BARE else None
+
+    @property
+    def slot_kind(self) -> LinkKind:
+        """What joins a device to the rest of its node, where NVLink does not."""
+        return "memory" if self.links.kind == "memory" else "pcie"
 
 
 def _nvlink_groups(links: Links, indices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    if links.kind == "pcie":
+    if links.kind in _BARE:
         return ()
     if links.kind == "nvswitch":
         return (indices,)

@@ -40,6 +40,9 @@ _IDLE_FACTOR = 5.0
 _IDLE_GAIN = 1.25
 
 
+Scale = Annotated[float, Field(strict=True, gt=0, le=1000)]
+
+
 class Slice(Spec):
     """A part of a trace: start_s <= time < end_s, counted from the first row, and at most max_requests."""
 
@@ -67,6 +70,9 @@ class WorkloadSpec(Spec):
     """Time over which the clients of a closed loop start, evenly; 0: all at once."""
     prompt_tokens: Count | None = None
     output_tokens: Count | None = None
+    prompt_scale: Scale = 1.0
+    output_scale: Scale = 1.0
+    """Every length of the source times this, rounded up: the same load for a model or machine of another size."""
     rate_rps: RequestsPerSecond | None = None
     """The load to plan for. A trace is brought to it by stretching time, which keeps its burstiness."""
     slice: Slice | None = None
@@ -302,15 +308,29 @@ class Workload:
 
 
 def make_workload(name: str, spec: WorkloadSpec, base: Requests, notes: tuple[str, ...], digest: str) -> Workload:
-    """Return the Workload of `base` (sorted by arrival), limited to `spec.max_tokens`, brought to its rate.
+    """Return the Workload of `base` (sorted by arrival), scaled, limited to `spec.max_tokens`, brought to its rate.
 
     Raises InputError when nothing is left to play, or when trace arrivals are asked for and there is no rate
     in it.
     """
-    workload = _with_base(Workload(name, spec, base, base, spec.block_s, (), digest), base, notes)
+    base, scaled = _scaled(spec, base)
+    workload = _with_base(Workload(name, spec, base, base, spec.block_s, (), digest), base, (*notes, *scaled))
     if spec.max_tokens is not None:
         workload = workload.limited_to(spec.max_tokens)
     return _stretched(workload)
+
+
+def _scaled(spec: WorkloadSpec, base: Requests) -> tuple[Requests, tuple[str, ...]]:
+    """Return the rows with scaled lengths, and a note. What had none keeps none; blocks of a prompt have no scale."""
+    if (spec.prompt_scale, spec.output_scale) == (1.0, 1.0):
+        return base, ()
+    prompts, outputs = (
+        np.ceil(tokens * scale).astype(np.int64)
+        for tokens, scale in ((base.prompt_tokens, spec.prompt_scale), (base.output_tokens, spec.output_scale))
+    )
+    blocks = base.prefix_blocks if spec.prompt_scale == 1.0 else None
+    note = f"lengths scaled: prompts times {spec.prompt_scale:g}, outputs times {spec.output_scale:g}"
+    return replace(base, prompt_tokens=prompts, output_tokens=outputs, prefix_blocks=blocks), (note,)
 
 
 def _with_base(workload: Workload, base: Requests, notes: tuple[str, ...]) -> Workload:
