@@ -668,14 +668,14 @@ def serve_command(
     from profiler.cli import parse_choice, parse_load_format
     from runtime import cli as serving
     from runtime.api.limits import ApiLimits
+    from runtime.device import device_of
     from runtime.serving import ServeOptions
 
-    wanted = parse_choice(device, "--device", ("auto", "cpu", "cuda"))
     options = serving.ServerOptions(
         serve=ServeOptions(
             model=model,
             load_format=parse_load_format(load_format),
-            device=serving.device_of(wanted),
+            device=device_of(parse_choice(device, "--device", ("auto", "cpu", "cuda"))),
             transport=transport,
             transfer_checksums=checksums,
             reject=reject,

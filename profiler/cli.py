@@ -390,17 +390,12 @@ def _name(name: str) -> str:
 
 def _device(options: Options) -> str:
     """Return cpu or cuda. Raises InputError for GPUs that are not there."""
-    import torch
+    from runtime.device import device_of, gpus
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = options.device if options.device != "auto" else ("cuda" if count else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise InputError(f"--device: expected auto, cpu or cuda, got {options.device!r}")
+    device = device_of(options.device)
     if device == "cuda":
-        if not count:
-            raise InputError("--device cuda: torch finds no GPU here; see nvidia-smi, or give --device cpu")
-        if absent := [index for index in options.devices if index >= count]:
-            raise InputError(f"--devices: there is no GPU {absent[0]}, only 0 to {count - 1}")
+        if absent := [index for index in options.devices if index >= gpus()]:
+            raise InputError(f"--devices: there is no GPU {absent[0]}, only 0 to {gpus() - 1}")
     elif absent := [index for index in options.devices if index not in os.sched_getaffinity(0)]:
         raise InputError(f"--devices: core {absent[0]} is not among those that this process may use")
     return device

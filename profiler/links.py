@@ -229,12 +229,13 @@ def pulls(kind: Blocks, counts: Sequence[int], cores: Sequence[int]) -> Transfer
     import torch
     import torch.multiprocessing as mp
 
+    from runtime.memory import shared_memory
     from runtime.transfer.base import open_reader
 
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     before, rng, rows = os.sched_getaffinity(0), torch.Generator().manual_seed(0), []
-    with tempfile.TemporaryDirectory(dir=_shared_memory()) as folder:
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
         source = kind.source(f"{folder}/kv", max(counts))
         giver = context.Process(target=_give, args=(source, theirs, cores[1 % len(cores)]), daemon=True)
         giver.start()
@@ -259,11 +260,6 @@ def pulls(kind: Blocks, counts: Sequence[int], cores: Sequence[int]) -> Transfer
                 giver.kill()
                 giver.join()
     return Transfer(what="pull", over="shared memory", ranks=2, rows=tuple(rows))
-
-
-def _shared_memory() -> str | None:
-    """Return the folder of files that are memory; None where there is no such thing, for the usual one."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def _written(giver: Any) -> None:

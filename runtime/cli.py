@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from planner.errors import InputError
 from planner.specs.deployment import Deployment, InstanceSpec, RouteSpec
@@ -139,16 +139,6 @@ async def _announce(serving: Serving, url: str, quiet: bool) -> None:
             print(f"serving on {url}", flush=True)
             return
         await asyncio.sleep(_NEWS_S)
-
-
-def device_of(asked: str) -> Literal["cpu", "cuda"]:
-    """Return cpu or cuda for auto, cpu or cuda. Raises InputError for GPUs that are not there."""
-    import torch
-
-    there = torch.cuda.is_available()
-    if asked == "cuda" and not there:
-        raise InputError("--device cuda: torch finds no GPU here; see nvidia-smi, or give --device cpu")
-    return "cuda" if asked == "cuda" or (asked == "auto" and there) else "cpu"
 
 
 # ---- --dry-run

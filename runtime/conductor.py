@@ -8,13 +8,12 @@ it: tokens that the client has are kept, their KV is computed again.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -254,7 +253,7 @@ class Conductor:
 
     def _check_slo(self, request: Tracked) -> None:
         """Raise RejectedError when its TTFT is predicted to be past what every class of requests is promised."""
-        entries = [member for member in self._order if self._may_enter(member, request) > 0.0]
+        entries = [member for member in self._order if self._may_enter(member, request)]
         if not entries:
             return
         bound_s = max(slo.ttft_s for slo in self.deployment.slo)
@@ -272,41 +271,23 @@ class Conductor:
         return Snapshot(states, len(self._requests), **self._counts, attained=attained)
 
     def _state(self, member: Member) -> InstanceState:
-        beat, starts = member.beat, self._keeper(member.name).starts(member.name)
+        counts = msgspec.structs.asdict(member.beat)
+        del counts["at_s"]
         return InstanceState(
             name=member.name,
             phase=member.spec.phase,
             state="ready" if member.ready else "starting",
-            running=beat.running,
-            waiting=beat.waiting,
             kv_blocks=member.room.kv_blocks,
-            used_blocks=beat.used_blocks,
-            steps=beat.steps,
-            run_tokens=beat.run_tokens,
-            output_tokens=beat.output_tokens,
-            cached_tokens=beat.cached_tokens,
-            preemptions=beat.preemptions,
-            starts=starts,
+            starts=self._keeper(member.name).starts(member.name),
             process_ids=member.process_ids,
+            **counts,
         )
-
-    async def drained(self, timeout_s: float) -> None:
-        """Take nothing in any more; return when all requests have ended, or the time is up and the rest is ended."""
-        self.draining = True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._requests:
-                    await asyncio.sleep(0.02)
-        for request in list(self._requests.values()):
-            self._end(request, "lost", UnavailableError("the server has stopped"))
 
     # ---- routing
 
     def _route(self, request: Tracked) -> None:
         """Send a request to the instance with the least work left; it waits while none is ready."""
-        score = np.array([self._work_left_s(member) for member in self._order])
-        allowed = np.array([self._may_enter(member, request) for member in self._order])
-        at = int(pick_least(score, allowed, self._last_entry))
+        at = self._least(self._work_left_s, lambda member: self._may_enter(member, request), self._last_entry)
         if at < 0:
             self._parked.append(request)
             return
@@ -314,16 +295,21 @@ class Conductor:
         request.entry, request.queued_s = member.name, member.law.alone_s(len(request.prompt))
         request.times.prefill_at = member.name
         member.queued_s += request.queued_s
-        begun, beams = request.begun, request.sampling.beam_width > 0
-        if member.spec.phase == "prefill":
-            self._send(member, Begin(request.key, request.prompt, request.sampling, (), bool(begun) or beams))
-        else:
-            self._send(member, Begin(request.key, request.prompt, request.sampling, begun))
+        begun, prompt_only = request.begun, False
+        if member.spec.phase == "prefill":  # answers go on, and beams begin, where they decode
+            begun, prompt_only = (), bool(begun) or request.sampling.beam_width > 0
+        self._send(member, Begin(request.key, request.prompt, request.sampling, begun, prompt_only))
 
-    def _may_enter(self, member: Member, request: Tracked) -> float:
-        if not member.ready or member.spec.phase == "decode":
-            return 0.0
-        return 0.0 if no_room_for(len(request.prompt), request.sampling, member.room) else 1.0
+    def _least(self, score: Callable[[Member], float], may: Callable[[Member], bool], last: int) -> int:
+        """Return the place of the instance that may and has the least score, or -1; ties go on from the `last` pick."""
+        scores = np.array([score(member) for member in self._order])
+        return int(pick_least(scores, np.array([float(may(member)) for member in self._order]), last))
+
+    def _may_enter(self, member: Member, request: Tracked) -> bool:
+        return member.spec.phase != "decode" and self._can_hold(member, request)
+
+    def _can_hold(self, member: Member, request: Tracked) -> bool:
+        return member.ready and not no_room_for(len(request.prompt), request.sampling, member.room)
 
     def _work_left_s(self, member: Member) -> float:
         now_s = time.monotonic()
@@ -336,9 +322,7 @@ class Conductor:
     def _route_on(self, request: Tracked) -> None:
         """Choose the decode instance of a prompt that runs; it is asked again later while none is ready."""
         assert request.started is not None
-        score = np.array([self._load(member) for member in self._order])
-        allowed = np.array([self._may_decode(request, member) for member in self._order])
-        at = int(pick_least(score, allowed, self._last_target))
+        at = self._least(self._load, lambda member: self._may_decode(request, member), self._last_target)
         if at < 0:
             return
         self._last_target, member, started = at, self._order[at], request.started
@@ -351,10 +335,8 @@ class Conductor:
         if request.handed_over is not None:
             self._send(member, Join(request.key, request.handed_over))
 
-    def _may_decode(self, request: Tracked, member: Member) -> float:
-        if not member.ready or (request.entry, member.name) not in self._routes:
-            return 0.0
-        return 0.0 if no_room_for(len(request.prompt), request.sampling, member.room) else 1.0
+    def _may_decode(self, request: Tracked, member: Member) -> bool:
+        return (request.entry, member.name) in self._routes and self._can_hold(member, request)
 
     def _load(self, member: Member) -> float:
         """Return the share of a decode instance's blocks that is spoken for."""
@@ -484,7 +466,7 @@ class Conductor:
                 self._start_over(request, f"{name} {why}")
 
     def _start_over(self, request: Tracked, why: str) -> None:
-        if request.tries + 1 >= _MOST_TRIES:
+        if request.times.retries + 1 >= _MOST_TRIES:
             message = f"given up after {_MOST_TRIES} tries, the last of which failed: {why}"
             self._end(request, "lost", UnavailableError(message))
             return

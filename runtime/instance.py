@@ -57,11 +57,10 @@ BEAT_SUFFIX = "!"
 class _Pulling:
     """A request whose KV is on its way, and what has been said of it meanwhile."""
 
-    __slots__ = ("answers", "arrived", "dropped", "expect")
+    __slots__ = ("answers", "arrived", "dropped")
 
-    def __init__(self, expect: Expect):
-        self.expect = expect
-        self.answers: tuple[Begun, ...] | None = None
+    def __init__(self, answers: tuple[Begun, ...] | None):
+        self.answers = answers
         self.arrived = self.dropped = False
 
 
@@ -164,8 +163,7 @@ class Instance:
 
     def _pull(self, expect: Expect, reserved: Reserved) -> None:
         """Pull the blocks that are not here yet."""
-        pulling = self._pulling[expect.key] = _Pulling(expect)
-        pulling.answers = self._joined_early.pop(expect.key, None)
+        self._pulling[expect.key] = _Pulling(self._joined_early.pop(expect.key, None))
         now_s = time.monotonic()
         self.say(PullStarted(expect.key, now_s))
         known = reserved.known_tokens // self.engine.settings.block_tokens

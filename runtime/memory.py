@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,11 @@ class OutOfMemoryError(PlannerError):
     """A device does not have the memory that was asked for. Says what for, how much, what is free, what to lower."""
 
     exit_code = 1
+
+
+def shared_memory() -> str | None:
+    """Return the folder whose files lie in memory; None, the usual one for temporary files, where there is none."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def total_bytes(device: torch.device) -> int:

@@ -114,15 +114,24 @@ class Scheduler:
         if self.swapped or self.waiting:  # they were admitted before
             return None
         self._begin(request, ())
-        request.chain, leader = self._chain(request), request.leader
+        request.chain = self._chain(request)
         needed = self.cache.needed_to_start(request.chain, cached_tokens + 1)
         members = self._members + request.seats - 1
         device = self.cache.device
         if not admits(device.available, needed, device.total, members, self._max_batch):
             return None
-        known = self.cache.start(leader.id, request.chain)
-        if cached_tokens > known:
-            self.cache.grow(leader.id, cached_tokens - known)
+        return self._place(request, request.chain, cached_tokens)
+
+    def _place(self, request: Request, chain: Several[bytes], tokens: int) -> int:
+        """Take blocks for the first tokens of a request; return how many were known. Raises OutOfBlocksError."""
+        leader = request.leader
+        known = self.cache.start(leader.id, chain)
+        try:
+            if tokens > known:
+                self.cache.grow(leader.id, tokens - known)
+        except OutOfBlocksError:
+            self.cache.free(leader.id)
+            raise
         leader.started = True
         self.reserved[request] = known
         return known
@@ -157,17 +166,9 @@ class Scheduler:
         """
         if not cached_tokens:
             return
-        leader = request.leader
-        self.cache.start(leader.id)
-        try:
-            self.cache.grow(leader.id, cached_tokens)
-        except OutOfBlocksError:
-            self.cache.free(leader.id)
-            raise
-        self.cache.commit(leader.id, request.prompt[:cached_tokens])
-        leader.started = True
+        self._place(request, (), cached_tokens)
         self.waiting.remove(request)
-        self.running.append(request)
+        self.join(request, ())
 
     def abort(self, request: Request) -> None:
         """Drop a request: at once, or when the last step that runs some of its tokens has ended."""

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from planner.errors import PlannerError
+from runtime.memory import shared_memory
 from runtime.messages import InstanceTask
 
 _WATCH_S = 0.1
@@ -67,7 +68,7 @@ class Supervisor:
 
     def __init__(self, lost: Callable[[str, str], None], silent_s: float = _SILENT_S):
         _remove_old_runs()
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{_RUNS}{os.getpid()}-", dir=_shared_memory()))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{_RUNS}{os.getpid()}-", dir=shared_memory()))
         self._children: dict[str, Child] = {}
         self._lost, self._silent_s = lost, silent_s
         self._closing = False
@@ -162,10 +163,6 @@ class Supervisor:
             child.process.stdin.write(msgspec.json.encode(task) + b"\n")
             child.process.stdin.flush()
 
-    def logs(self, name: str) -> str:
-        """Return the last lines that an instance wrote."""
-        return _tail(self._children[name].log)
-
     def close(self) -> None:
         """End all processes and remove what they shared."""
         self._closing = True
@@ -187,14 +184,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             process.stdin.close()
 
 
-def _shared_memory() -> str | None:
-    """Return the folder that lies in memory; None, the usual one for temporary files, where there is none."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
 def _remove_old_runs() -> None:
     """Remove what servers have left behind that were killed."""
-    for folder in Path(_shared_memory() or tempfile.gettempdir()).glob(f"{_RUNS}*"):
+    for folder in Path(shared_memory() or tempfile.gettempdir()).glob(f"{_RUNS}*"):
         pid = folder.name.removeprefix(_RUNS).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
             shutil.rmtree(folder, ignore_errors=True)

@@ -21,7 +21,6 @@ class Tracked:
     sampling: Sampling
     times: Times
     _cancel: Callable[[Tracked], None]
-    tries: int = 0
     entry: str = ""
     """The instance that runs its prompt; empty while none is ready."""
     target: str = ""
@@ -44,7 +43,7 @@ class Tracked:
     @property
     def key(self) -> str:
         """Return the name of this try."""
-        return f"{self.request_id}/{self.tries}"
+        return f"{self.request_id}/{self.times.retries}"
 
     @property
     def tokens(self) -> int:
@@ -68,7 +67,6 @@ class Tracked:
 
     def start_over(self) -> None:
         """Forget where it was."""
-        self.tries += 1
         self.times.retries += 1
         self.entry = self.target = ""
         self.started = self.handed_over = None

@@ -179,9 +179,8 @@ def pause_s(gone_s: float, ran: int, left: int) -> float:
     waited for closely. Looking every millisecond would be seen sooner by nobody, and four pulls that do so take a fifth
     of a decode instance's core.
     """
-    if not ran:
-        return min(max(_SHORTEST_WAIT_S, gone_s / 3), _LONGEST_WAIT_S)
-    return min(max(_SHORTEST_WAIT_S, gone_s / ran * left / 3), _LONGEST_WAIT_S)
+    expected_s = gone_s / ran * left if ran else gone_s
+    return min(max(_SHORTEST_WAIT_S, expected_s / 3), _LONGEST_WAIT_S)
 
 
 def _compare(copied: torch.Tensor, wanted: int, source: Source, layer: int) -> None:
