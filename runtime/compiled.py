@@ -39,7 +39,7 @@ INSIDE: dict[str, Any] = {
 }
 """Options of functions that are called by compiled ones alone."""
 
-_SOURCES = ("compiled.py", "attention/paged_numba.py", "layers/fused.py")
+_SOURCES = ("compiled.py", "attention/paged_numba.py", "attention/tiles.py", "layers/fused.py")
 _F32 = np.float32
 _SHARE = 1 << 16
 """Numbers that are worth waking one more thread for."""

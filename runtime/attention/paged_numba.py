@@ -16,25 +16,18 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from runtime.attention.base import Setting
 from runtime.attention.sdpa import attend
+from runtime.attention.tiles import AHEAD, LANES, QUERIES, TOKENS, mix, score
 from runtime.batch import Batch
-from runtime.compiled import INSIDE, NUMBERS, compiled, exp, numbers, store, to_float, use_threads
+from runtime.compiled import INSIDE, LOOSE, NUMBERS, compiled, exp, numbers, store, to_float, use_threads
 
 _PIECE = 512
 """Tokens of a piece. The first ones are read without having been fetched ahead, so longer is faster; shorter ones give
 threads more even shares."""
-
-_LINE_BYTES = 64
-
-_AHEAD = 32
-"""Tokens between the one that is read and the one that is fetched from memory: blocks lie anywhere, and the processor
-guesses wrong. Not fetching takes twice as long; fetching into the first-level cache, which is soon full, 1.5 times."""
 
 _F32 = np.float32
 
@@ -45,6 +38,8 @@ def reason_against(setting: Setting) -> str | None:
         return f"it runs on CPUs, not on {setting.device.type}"
     if setting.dtype not in NUMBERS:
         return f"it takes float32 and bfloat16, not {str(setting.dtype).removeprefix('torch.')}"
+    if setting.head_dim % LANES:
+        return f"it takes heads whose width is a multiple of {LANES}, not {setting.head_dim}"
     return None
 
 
@@ -67,7 +62,7 @@ class PagedNumba:
             numbers(q),
             numbers(k),
             numbers(v),
-            numbers(kv.view(2, -1, *kv.shape[3:])),
+            numbers(kv.flatten(0, 2)),
             batch.slots.numpy(),
             batch.block_tables.numpy(),
             batch.contexts[: batch.single],
@@ -87,7 +82,7 @@ def _compiled(dtype: torch.dtype) -> Any:
     rows = types.Array(number, 3, "A")  # q, k and v may be parts of one matrix
     signature = types.void(
         *(rows, rows, rows),
-        types.Array(number, 4, "C"),
+        types.Array(number, 3, "C"),
         types.Array(types.int64, 1, "C"),
         types.Array(types.int32, 2, "C"),
         types.Array(types.int32, 1, "C"),
@@ -100,25 +95,12 @@ def _compiled(dtype: torch.dtype) -> Any:
 # ---- inside the kernel
 
 
-@intrinsic
-def _fetch(_context: Any, array: Any, offset: Any) -> Any:
-    """Ask for the cache line `offset` bytes into `array`: llvm.prefetch(address, read, second-level cache, data)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        address = builder.gep(builder.bitcast(data, ir.IntType(8).as_pointer()), [arguments[1]])
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [address.type, word, word, word])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (address.type,), kind)
-        builder.call(prefetch, [address, word(0), word(2), word(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), generate
-
-
 @numba.njit(**INSIDE)
-def _rows_of(table: Any, block_tokens: Any, first: Any, end: Any, rows: Any) -> Any:
-    """Write where tokens first..end-1 lie to `rows`, filled up to a multiple of 4; return how many that makes."""
+def _rows_of(table: Any, block_tokens: Any, first: Any, end: Any, slots: Any, rows: Any) -> Any:
+    """Write where the keys of tokens first..end-1 lie to `rows`, then their values, each filled up to whole tiles.
+
+    The last row is repeated AHEAD times more, for fetching reads on. Returns how many tokens the tiles hold.
+    """
     at = first
     while at < end:
         block, place = at // block_tokens, at % block_tokens
@@ -126,77 +108,68 @@ def _rows_of(table: Any, block_tokens: Any, first: Any, end: Any, rows: Any) -> 
         for i in range(together):
             rows[at - first + i] = table[block] * block_tokens + place + i
         at += together
-    filled = (end - first + 3) // 4 * 4
-    for i in range(end - first, filled):
-        rows[i] = rows[end - first - 1]
+    filled = (end - first + TOKENS - 1) // TOKENS * TOKENS
+    rows[end - first : filled] = rows[end - first - 1]
+    for i in range(filled):
+        rows[filled + i] = slots + rows[i]
+    rows[2 * filled : 2 * filled + AHEAD] = rows[2 * filled - 1]
     return filled
 
 
 @numba.njit(**INSIDE)
-def _fetch_rows(kv: Any, part: Any, rows: Any, at: Any, filled: Any) -> None:
-    """Ask for the 4 rows that come _AHEAD tokens after `at`; after the last keys (part 0) come the first values."""
-    start = at + _AHEAD
-    if start >= filled:
-        part, start = part + 1, start - filled
-    if part > 1 or start >= filled:
-        return
-    for i in range(start, start + 4):
-        for line in range(0, kv.strides[1], _LINE_BYTES):
-            _fetch(kv, part * kv.strides[0] + rows[i] * kv.strides[1] + line)  # type: ignore[call-arg]
-
-
-@numba.njit(**INSIDE)
 def _scores(queries: Any, kv: Any, rows: Any, filled: Any, scores: Any) -> None:
-    """Write q k^T to scores [heads, filled]. Four tokens at a time, so that a query is read once for four keys."""
-    kv_heads, head_dim = kv.shape[2], kv.shape[3]
-    group = queries.shape[0] // kv_heads
-    for i in range(0, filled, 4):
-        _fetch_rows(kv, 0, rows, i, filled)
-        a, b, c, d = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
-        for head in range(kv_heads):
-            for h in range(head * group, head * group + group):
-                e, f, g, j = _F32(0), _F32(0), _F32(0), _F32(0)
-                for x in range(head_dim):
-                    q = queries[h, x]
-                    e += q * to_float(kv[0, a, head, x])
-                    f += q * to_float(kv[0, b, head, x])
-                    g += q * to_float(kv[0, c, head, x])
-                    j += q * to_float(kv[0, d, head, x])
-                scores[h, i], scores[h, i + 1], scores[h, i + 2], scores[h, i + 3] = e, f, g, j
+    """Write q k^T to scores [heads, filled]."""
+    group = queries.shape[0] // kv.shape[1]
+    for i in range(0, filled, TOKENS):
+        for head in range(kv.shape[1]):
+            h, end = head * group, head * group + group
+            while h + QUERIES <= end:
+                score(queries, h, kv, rows, i, head, scores, i, QUERIES)  # type: ignore[call-arg]
+                h += QUERIES
+            if end - h == 3:
+                score(queries, h, kv, rows, i, head, scores, i, 3)  # type: ignore[call-arg]
+            elif end - h == 2:
+                score(queries, h, kv, rows, i, head, scores, i, 2)  # type: ignore[call-arg]
+            elif end - h == 1:
+                score(queries, h, kv, rows, i, head, scores, i, 1)  # type: ignore[call-arg]
+
+
+@numba.njit(**{**INSIDE, "fastmath": LOOSE | {"nnan"}})
+def _largest(scores: Any, tokens: Any) -> Any:
+    """Return the largest of the first scores; anything if one is NaN, since the sum of the weights is NaN then."""
+    largest = scores[0]
+    for i in range(tokens):
+        largest = max(largest, scores[i])
+    return largest
 
 
 @numba.njit(**INSIDE)
 def _weigh(scores: Any, tokens: Any, filled: Any, part: Any) -> None:
     """Turn the scores of one head into exp(score - largest); note the largest and the sum at the end of `part`."""
-    largest, total = scores[0], _F32(0)
-    for i in range(tokens):
-        largest = max(largest, scores[i])
+    largest, total = _largest(scores, tokens), _F32(0)
     for i in range(tokens):
         scores[i] = exp(scores[i] - largest)
         total += scores[i]
-    for i in range(tokens, filled):
-        scores[i] = _F32(0)
+    scores[tokens:filled] = _F32(0)
     part[-2], part[-1] = largest, total
 
 
 @numba.njit(**INSIDE)
 def _mix(scores: Any, kv: Any, rows: Any, filled: Any, mixed: Any) -> None:
     """Add the values, times the scores [heads, filled], to mixed [heads, head_dim]."""
-    kv_heads, head_dim = kv.shape[2], kv.shape[3]
-    group = mixed.shape[0] // kv_heads
-    for i in range(0, filled, 4):
-        _fetch_rows(kv, 1, rows, i, filled)
-        a, b, c, d = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
-        for head in range(kv_heads):
-            for h in range(head * group, head * group + group):
-                e, f, g, j = scores[h, i], scores[h, i + 1], scores[h, i + 2], scores[h, i + 3]
-                for x in range(head_dim):
-                    mixed[h, x] += (
-                        e * to_float(kv[1, a, head, x])
-                        + f * to_float(kv[1, b, head, x])
-                        + g * to_float(kv[1, c, head, x])
-                        + j * to_float(kv[1, d, head, x])
-                    )
+    group = mixed.shape[0] // kv.shape[1]
+    for i in range(0, filled, TOKENS):
+        for head in range(kv.shape[1]):
+            h, end = head * group, head * group + group
+            while h + QUERIES <= end:
+                mix(scores, h, i, kv, rows, filled + i, head, mixed, QUERIES)  # type: ignore[call-arg]
+                h += QUERIES
+            if end - h == 3:
+                mix(scores, h, i, kv, rows, filled + i, head, mixed, 3)  # type: ignore[call-arg]
+            elif end - h == 2:
+                mix(scores, h, i, kv, rows, filled + i, head, mixed, 2)  # type: ignore[call-arg]
+            elif end - h == 1:
+                mix(scores, h, i, kv, rows, filled + i, head, mixed, 1)  # type: ignore[call-arg]
 
 
 @numba.njit(**INSIDE)
@@ -208,13 +181,12 @@ def _join(parts: Any, out: Any) -> None:
         for p in range(pieces):
             largest = max(largest, parts[p, h, width - 2])
         for p in range(pieces):
-            parts[p, h, width - 2] = exp(parts[p, h, width - 2] - largest)
-            total += parts[p, h, width - 2] * parts[p, h, width - 1]
+            share = exp(parts[p, h, width - 2] - largest)
+            total += share * parts[p, h, width - 1]
+            for x in range(width - 2):
+                parts[0, h, x] = share * parts[p, h, x] + (parts[0, h, x] if p else _F32(0))
         for x in range(width - 2):
-            value = _F32(0)
-            for p in range(pieces):
-                value += parts[p, h, width - 2] * parts[p, h, x]
-            store(out, h, x, value / total)
+            store(out, h, x, parts[0, h, x] / total)
 
 
 @numba.njit(**INSIDE)
@@ -239,19 +211,19 @@ def _write_and_attend(
     out: Any,
 ) -> None:
     """Write all keys and values; attend for the sequences with one token, one in each of the first rows."""
-    single, (tokens, heads, head_dim) = len(contexts), q.shape
+    single, (tokens, heads, head_dim), kv_slots = len(contexts), q.shape, len(kv) // 2
     pieces = np.zeros(single + 1, np.int64)
     for s in range(single):
         pieces[s + 1] = pieces[s] + (contexts[s] + _PIECE - 1) // _PIECE
     total = max(1, contexts.sum())
     parts = np.empty((pieces[single], heads, head_dim + 2), np.float32)
     for thread in numba.prange(threads):
-        rows = np.empty(_PIECE + 4, np.int64)
+        rows = np.empty(2 * (_PIECE + TOKENS) + AHEAD, np.int64)
         queries = np.empty((heads, head_dim), np.float32)
-        scores = np.empty((heads, _PIECE + 4), np.float32)
+        scores = np.empty((heads, _PIECE + TOKENS), np.float32)
         for t in range(single + thread, tokens, threads):
-            _copy(k[t], kv[0, slots[t]])
-            _copy(v[t], kv[1, slots[t]])
+            _copy(k[t], kv[slots[t]])
+            _copy(v[t], kv[kv_slots + slots[t]])
         before = 0
         for s in range(single):
             for piece in range(pieces[s], pieces[s + 1]):
@@ -262,13 +234,13 @@ def _write_and_attend(
                 if not mine:
                     continue
                 if end == contexts[s]:  # nobody else reads its newest token
-                    _copy(k[s], kv[0, slots[s]])
-                    _copy(v[s], kv[1, slots[s]])
+                    _copy(k[s], kv[slots[s]])
+                    _copy(v[s], kv[kv_slots + slots[s]])
                 for h in range(heads):
                     for x in range(head_dim):
                         queries[h, x] = to_float(q[s, h, x]) * scale
                         parts[piece, h, x] = _F32(0)
-                filled = _rows_of(block_tables[s], block_tokens, first, end, rows)
+                filled = _rows_of(block_tables[s], block_tokens, first, end, kv_slots, rows)
                 _scores(queries, kv, rows, filled, scores)
                 for h in range(heads):
                     _weigh(scores[h], end - first, filled, parts[piece, h])
