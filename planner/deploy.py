@@ -11,7 +11,7 @@ import numpy as np
 
 from planner import __version__
 from planner.cost.base import BatchShape, CostModel, TermError
-from planner.cost.kernel import FAMILIES, MEASURED, SIZE, iteration_s
+from planner.cost.kernel import FAMILIES, MEASURED, SIZE
 from planner.errors import InputError
 from planner.options import Option
 from planner.pipeline import Plan
@@ -146,7 +146,7 @@ def _table_fault(parameters: tuple[float, ...]) -> str | None:
 
 def _time_s(parameters: tuple[float, ...], shape: BatchShape) -> float:
     try:
-        return float(iteration_s(np.array(parameters), *shape))
+        return shape.time_s(np.array(parameters))
     except (ZeroDivisionError, OverflowError, ValueError):
         return nan
 

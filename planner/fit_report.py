@@ -243,19 +243,18 @@ def _rows(cost: CostModel) -> Iterator[Row]:
     checks = cost.checks
     assert checks is not None
     each = zip(checks.shapes.tolist(), checks.setting, checks.measured_s, checks.predicted_s, strict=True)
-    for (prefills, tokens, attended, decodes, context), setting, measured_s, predicted_s in each:
+    for (prefills, tokens, _, decodes, context, prefix), setting, measured_s, predicted_s in each:
         times = float(measured_s), float(predicted_s) if isfinite(predicted_s) else None
         if decodes:
             shape = ("decode", str(cost.layout), int(decodes), None, None, round(context / decodes))
         else:
-            new = tokens / prefills
-            cached = (attended / prefills - new**2) / (2 * new)
-            shape = ("prefill", str(cost.layout), int(prefills), round(new), round(cached), None)
+            each_has = round(tokens / prefills), round(prefix / prefills)
+            shape = ("prefill", str(cost.layout), int(prefills), *each_has, None)
         yield Row(*shape, *times, int(setting))
 
 
 _OF_PHASE = {
-    "prefill": ("prefill tokens", "prefill attention", "prefill overhead", "launch floor", "knee"),
+    "prefill": ("prefill tokens", "prefill attention", "prefix read", "prefill overhead", "launch floor", "knee"),
     "decode": ("weight streaming", "decode KV read", "decode batch", "decode overhead"),
 }
 
@@ -350,6 +349,7 @@ class _Terms:
         p = self.cost.parameters
         yield self._flops("prefill tokens", "prefill", 4, self._matrix_flops)
         yield self._flops("prefill attention", "prefill", 5, self._attention_flops)
+        yield from self._prefix()
         yield self._time("prefill overhead", "prefill", 1)
         yield self._time("launch floor", "prefill", 13)
         yield _Law("sharpness", "both", (3,), float(p[3]), "exponent")
@@ -365,6 +365,12 @@ class _Terms:
             yield self._time("collectives/token", "prefill", 12, "s per token")
         if self.cost.family == "hybrid":
             yield from self._residuals()
+
+    def _prefix(self) -> Iterator[_Law]:
+        """Yield what reading a cached token back takes, where prompts behind a cached prefix were measured."""
+        queries = float(self.cost.parameters[kernel.PREFIX])
+        if queries > 0:
+            yield _Law("prefix read", "prefill", (kernel.PREFIX,), queries, "queries")
 
     def _residuals(self) -> Iterator[_Law]:
         """What the grids make of the roofline at the measured shapes: the largest correction up or down."""
@@ -384,6 +390,7 @@ class _Terms:
         p = self.cost.parameters
         yield self._flops("prefill tokens", "prefill", 2, self._matrix_flops)
         yield self._flops("prefill attention", "prefill", 3, self._attention_flops)
+        yield from self._prefix()
         yield self._time("prefill overhead", "prefill", 1)
         regimes = ((4, f"<{p[10]:.0f}"), (7, f">={p[10]:.0f}")) if isfinite(p[10]) else ((4, ""),)
         for start, when in regimes:

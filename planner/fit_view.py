@@ -119,6 +119,7 @@ def _terms(report: FitReport) -> Grid:
     told = {term.told for term in terms}
     grid.notes = [_PEAK, _ERROR] if any(term.of_time is not None for term in terms) else []
     grid.notes += [text for key, text in _LEGEND.items() if key in told]
+    grid.notes += ["prefix read: of one cached token, as queries that attend to it"] * ("prefix read" in names)
     grid.notes += ["sharpness: exponent of the soft maximum of compute and memory"] * ("sharpness" in names)
     grid.notes += _by_degree(report, [(f"{term.name}: {term.why}", term.layout) for term in terms if term.why])
     return grid
@@ -153,6 +154,8 @@ def _amount(term: Term) -> str:
         return f"{term.value:+.0%}"
     if term.unit == "exponent":
         return f"{term.value:.2g}"
+    if term.unit == "queries":
+        return f"{_three(term.value)} queries"
     each = "/req" if "request" in term.unit else "/token" if "token" in term.unit else ""
     return f"{show_seconds(term.value)}{each}" if term.value > 0 else "no cost"
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from scipy.optimize import nnls
 
+from planner.cost.base import BatchShape
 from profiler.setting import Setting
 
 
@@ -33,7 +34,7 @@ def _terms(setting: Setting) -> np.ndarray:
 def _law(times_s: Mapping[Setting, float]) -> np.ndarray:
     """Return the coefficients that predict best in relative error, none below 0."""
     if not times_s:
-        return np.zeros(6)
+        return np.zeros(1 + len(BatchShape._fields))
     rows = np.array([_terms(setting) for setting in times_s])
     time_s = np.array(list(times_s.values()))
     scale = np.maximum(rows.max(axis=0), 1.0)

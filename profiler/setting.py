@@ -60,14 +60,8 @@ class Setting(NamedTuple):
     @property
     def shape(self) -> BatchShape:
         """The sums that a cost law takes."""
-        attended = float(self.new_tokens) ** 2 + 2.0 * self.new_tokens * self.cached_tokens
-        return BatchShape(
-            self.prefills,
-            self.prefills * self.new_tokens,
-            self.prefills * attended,
-            self.decodes,
-            self.decodes * self.context_tokens,
-        )
+        prompts = BatchShape.prefill(self.new_tokens, self.prefills, self.cached_tokens)
+        return prompts._replace(decodes=self.decodes, context=self.decodes * self.context_tokens)
 
     def sample(self, tp: int, pp: int, time_s: float) -> Sample:
         """Return the row of a profile (not of mixed steps, which have a table of their own)."""

@@ -16,7 +16,7 @@ from random import Random
 import numpy as np
 
 from planner.cost.base import CostModel
-from planner.cost.kernel import FAMILY, LINEAR, MEASURED, ROOFLINE, SIZE, iteration_s
+from planner.cost.kernel import FAMILY, LINEAR, MEASURED, PREFIX, ROOFLINE, SIZE, iteration_s
 from planner.policies import decode, prefill, routing
 from planner.simulator.cluster import Instance, KvPath, Limits, System
 from planner.specs.layout import Layout, Phase
@@ -184,7 +184,8 @@ class Box:
         Entry 0 is when it starts.
         """
         tokens = sum(new for new, _ in prefills)
-        attended = float(sum(new * new + 2 * new * cached for new, cached in prefills))
+        reading = float(self.spec.cost.parameters[PREFIX])
+        attended = float(sum(new * new + 2 * (new + reading) * cached for new, cached in prefills))
         whole_s = self.law_s(len(prefills), tokens, attended, len(decodes), sum(job.context for job in decodes))
         cost = self.spec.cost
         handoff_s = cost.handoff_s + cost.handoff_s_per_token * (tokens + len(decodes))
@@ -208,7 +209,8 @@ class Box:
         for done in range(0, tokens, size):
             upto = min(done + size, tokens)
             share = (upto**2 - done**2) / tokens**2
-            whole_s = self.law_s(len(prompts) if upto == tokens else 1, upto - done, attended * share, 0, 0)
+            reads = 2 * cost.parameters[PREFIX] * done / len(prompts)
+            whole_s = self.law_s(len(prompts) if upto == tokens else 1, upto - done, attended * share + reads, 0, 0)
             handoff_s = cost.handoff_s + cost.handoff_s_per_token * (upto - done)
             times, taken = [start_s], []
             for s, part in enumerate(cost.stage_share):
@@ -738,6 +740,7 @@ def _random_law(r: Random) -> np.ndarray:
         p[1:11] = 1e-3, 5e-4, 3, 3, 2, 2, 2, 2, 0, 0
         curves, axes, grid = np.linspace(5e-3, 6e-3, 3), [0.0, 10.0] * 4, [r.uniform(0, 5e-3) for _ in range(16)]
         p = np.concatenate([p, curves, curves, axes, grid])
+    p[PREFIX] = r.choice([0.0, 20.0])
     return p
 
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from planner.errors import InputError
 from runtime.attention.base import BACKENDS, Setting, choose, reason_against
+from runtime.attention.tiles import LANES
 from runtime.batch import Batch
 from runtime.step import Choices, Step
 
@@ -103,8 +104,8 @@ lengths = st.one_of(
     st.tuples(st.integers(0, 700), st.just(1)),
     st.tuples(st.sampled_from([0, 0, 1, 15, 16, 17, 90]), st.integers(2, 70)),
 )
-shapes = st.sampled_from([(9, 3, 64), (4, 4, 16), (8, 1, 8), (6, 2, 80), (2, 2, 2)])
-"""(heads, KV heads, head_dim): GQA, MHA, MQA, and widths that are no multiple of a vector."""
+shapes = st.sampled_from([(9, 3, 64), (4, 4, 16), (8, 1, 32), (6, 1, 16), (5, 1, 48), (14, 2, 80)])
+"""(heads, KV heads, head_dim): GQA, MHA, MQA, with tiles of one to four queries."""
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "varlen"])
@@ -165,9 +166,11 @@ def test_scores_that_differ_by_hundreds_do_not_overflow():
 def test_the_compiled_kernel_is_chosen_on_cpus_and_the_reference_for_other_types():
     setting = Setting(CPU, torch.float32, 9, 3, 64, 16)
     half = Setting(CPU, torch.float16, 9, 3, 64, 16)
+    narrow = Setting(CPU, torch.float32, 9, 3, 20, 16)
     assert reason_against(setting, "paged_numba") is None
     assert type(choose(setting)).__name__ == "PagedNumba"
-    assert type(choose(half)).__name__ == "Sdpa"
+    assert type(choose(half)).__name__ == type(choose(narrow)).__name__ == "Sdpa"
+    assert reason_against(narrow, "paged_numba") == f"it takes heads whose width is a multiple of {LANES}, not 20"
     with pytest.raises(InputError, match="paged_numba: it takes float32 and bfloat16, not float16; use another of"):
         choose(half, "paged_numba")
     with pytest.raises(InputError, match=r"expected auto or one of .*sdpa.*, got 'flash'"):

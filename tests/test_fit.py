@@ -137,6 +137,27 @@ def test_a_knee_is_found_where_it_is():
     assert any(note.endswith("per token beyond 2048 tokens") for note in found.notes)
 
 
+@pytest.mark.parametrize("law", [linear_law(), roofline_law()], ids=["linear", "roofline"])
+def test_what_reading_a_prefix_back_takes_is_told_from_attention(law):
+    """40 queries' worth: without a term of its own, 16 tokens behind 4,096 would be priced at a third less or so."""
+    reading = replace(law, parameters=law.parameters.copy())
+    reading.parameters[kernel.PREFIX] = 40.0
+    behind = [
+        Sample("prefill", 4, 1, b, n, k, 0, reading.iteration_s(BatchShape.prefill(n, b, k)))
+        for b, n, k in ((1, 16, 8192), (1, 256, 8192), (2, 64, 16384), (4, 512, 4096), (1, 2048, 2048))
+    ]
+    found = fit(made_of([*grid(law), *behind]), model("llama2-70b"), gpu("h100-80gb"), 4)
+    for shape in (BatchShape.prefill(16, 4, 16_384), BatchShape.prefill(1024, 1, 8192), BatchShape.prefill(700)):
+        assert found.iteration_s(shape) == pytest.approx(reading.iteration_s(shape), rel=0.01)
+    assert found.parameters[kernel.PREFIX] == pytest.approx(40.0, rel=0.1)
+
+
+def test_prefixes_behind_prompts_of_one_length_say_nothing_of_their_own():
+    rows = [Sample("prefill", 4, 1, b, 512, k, 0, 0.1 + 1e-5 * b * k) for b in (1, 2) for k in (0, 1024, 4096)]
+    found = fit(made_of([*grid(linear_law()), *rows]), model("llama2-70b"), gpu("h100-80gb"), 4)
+    assert found.parameters[kernel.PREFIX] == 0
+
+
 def test_no_coefficient_is_negative_even_where_the_data_ask_for_it():
     """Times that fall with the batch: 50 ms at batch 1, 40 ms at batch 32."""
     decode = [Sample("decode", 4, 1, b, 0, 0, 512, 0.05 - 0.0003 * b) for b in (1, 8, 16, 32)]

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 
 from planner.cost.base import BatchShape, CostModel
-from planner.cost.kernel import SIZE
+from planner.cost.kernel import PREFIX, SIZE
 from planner.report import _notes, to_json
 from planner.search.crossover import crossover_rps, md1_wait_s
 from planner.search.kinds import find_kinds
@@ -112,6 +112,8 @@ def test_chunks_attend_to_what_came_before_them():
     two = CostModel(Layout(1, 2), p, (0.5, 0.5))
     assert two.prompt_s(8, 4) == pytest.approx((0.008 + 0.024 + 0.024, 0.008 + 0.024))
     assert two.prompt_s(8) == pytest.approx((0.064, 0.032))
+    p[PREFIX] = 3.0  # 2 x 3 x 4 more, to read the first chunk back
+    assert two.prompt_s(8, 4) == pytest.approx((0.008 + 0.036 + 0.036, 0.008 + 0.036))
     one = CostModel(Layout(1), p)
     assert one.prompt_s(8, 4) == one.prompt_s(8) == pytest.approx((0.064, 0.064))
 

@@ -7,29 +7,36 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost.kernel import SLOWER, iteration_s
+from planner.cost.kernel import PREFIX, SLOWER, iteration_s
 from planner.specs.layout import Layout
 
 
 class BatchShape(NamedTuple):
-    """One iteration, as the sums that its cost depends on (defined in `cost.kernel`)."""
+    """One iteration, as the sums that its cost depends on (defined in `cost.kernel`), but for what r adds to them."""
 
     prefills: int = 0
     tokens: int = 0
     attended: float = 0.0
     decodes: float = 0
     context: float = 0
+    prefix: float = 0
+    """KV tokens that the prompts of the step find cached, sum of k; r times twice this is yet to be attended."""
 
     @classmethod
     def prefill(cls, new_tokens: int, batch: int = 1, cached_tokens: int = 0) -> BatchShape:
         """Return the shape of `batch` equal prompts of `new_tokens` each over a cached prefix."""
         attended = float(new_tokens) ** 2 + 2.0 * new_tokens * cached_tokens
-        return cls(prefills=batch, tokens=batch * new_tokens, attended=batch * attended)
+        return cls(batch, batch * new_tokens, batch * attended, prefix=batch * cached_tokens)
 
     @classmethod
     def decode(cls, batch: int, context_tokens: int) -> BatchShape:
         """Return the shape of a decode step over `context_tokens` KV tokens in all."""
         return cls(decodes=batch, context=context_tokens)
+
+    def time_s(self, parameters: np.ndarray) -> float:
+        """Return the time [s] of the iteration under a law's vector."""
+        attended = self.attended + 2.0 * parameters[PREFIX] * self.prefix
+        return float(iteration_s(parameters, self.prefills, self.tokens, attended, self.decodes, self.context))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class Checks:
     """Every measured row beside its prediction by a fit that had not seen the row's setting. Arrays of (rows,)."""
 
     shapes: np.ndarray
-    """(rows, 5), the sums of `BatchShape`."""
+    """(rows, 6), the sums of `BatchShape`."""
     decode: np.ndarray
     setting: np.ndarray
     """Which setting a row belongs to: a setting is held out as a whole."""
@@ -121,16 +128,15 @@ class CostModel:
         busy_s = [0.0] * len(self.stage_share)
         for done in range(0, tokens, size):
             new = min(size, tokens - done)
-            shape = BatchShape(1, new, float(new) ** 2 + 2.0 * new * done)
             at_s = 0.0
-            for stage, stage_s in enumerate(self.stages_s(shape)):
+            for stage, stage_s in enumerate(self.stages_s(BatchShape.prefill(new, cached_tokens=done))):
                 at_s = free_s[stage] = max(at_s, free_s[stage]) + stage_s
                 busy_s[stage] += stage_s
         return free_s[-1], max(busy_s)
 
     def stages_s(self, shape: BatchShape) -> list[float]:
         """Return the time [s] that each pipeline stage is busy with the iteration."""
-        whole = float(iteration_s(self.parameters, *shape))
+        whole = shape.time_s(self.parameters)
         handoff = self.handoff_s + self.handoff_s_per_token * (shape.tokens + shape.decodes)
         last = len(self.stage_share) - 1
         return [share * whole + (handoff if s < last else 0.0) for s, share in enumerate(self.stage_share)]

@@ -17,7 +17,7 @@ import numpy as np
 from planner.cost import kernel, linear, physics, roofline, transferred
 from planner.cost.base import Checks, CostModel, TermError
 from planner.cost.residual import Residuals, hybrid, predict
-from planner.cost.settings import Settings, gather, identifiable
+from planner.cost.settings import Settings, gather, identifiable, tells_prefix
 from planner.cost.transferred import Place
 from planner.errors import InputError
 from planner.specs.gpu import Gpu
@@ -144,6 +144,8 @@ class _Degree:
     faults: dict[str, str]
     dropped: int
     prompts: tuple[int, int]
+    prefix: bool
+    """Whether they tell what reading a cached prefix takes."""
 
     @property
     def there(self) -> dict[str, bool]:
@@ -158,6 +160,8 @@ class _Degree:
             blocked |= {"decode overhead", "decode batch", "decode KV read", "weight streaming"}
         if not knee:
             blocked.add("knee")
+        if not self.prefix:
+            blocked.add("prefix read")
         return tuple(name for name in roofline.PARTS if name not in blocked)
 
 
@@ -171,7 +175,8 @@ def _degree(profile: Profile, at: _Physics, tp: int, samples: list[Sample]) -> _
     rows = gather(kept)
     prompts = [sample.prompt_tokens for sample in kept if sample.phase == "prefill"]
     faults = {term: why for term, why in identifiable(rows).items() if why}
-    return _Degree(tp, rows, faults, len(samples) - len(kept), (min(prompts), max(prompts)) if prompts else (0, 0))
+    told = (min(prompts), max(prompts)) if prompts else (0, 0)
+    return _Degree(tp, rows, faults, len(samples) - len(kept), told, tells_prefix(rows))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -277,17 +282,24 @@ class _Fitter:
     def _told(self, phase: str) -> bool:
         return any(degree.there[phase] for degree in self.degrees.values())
 
+    def _base(self, tp: int) -> np.ndarray:
+        """Return the roofline of a typical engine, from which fits set out; prefixes are read where rows tell of it."""
+        p = self.at.typical(tp)
+        if any(degree.prefix for degree in self.degrees.values()):
+            p[kernel.PREFIX] = physics.prefix_queries(p)
+        return p
+
     def _lines(self, rows: dict[int, Settings]) -> roofline.Lines:
         """Return the multipliers of `rows` as lines over the ranks."""
         told = {name for tp in rows for name in self.degrees[tp].parts(knee=False)}
         parts = tuple(name for name in roofline.PARTS if name in told)
-        degrees = {tp: (part, self.at.typical(tp)) for tp, part in rows.items()}
+        degrees = {tp: (part, self._base(tp)) for tp, part in rows.items()}
         return transferred.lines(degrees, parts, Place.usual(self.at.model, self.at.gpu))
 
     def _carried(self, rows: dict[int, Settings], tp: int) -> np.ndarray:
         """Return the vector that `rows` of other degrees give at `tp`: the roofline carried over, and residuals."""
         lines = self._lines(rows)
-        vectors = {each: roofline.vector(self.at.typical(each), lines.parts, lines.at(each)) for each in (*rows, tp)}
+        vectors = {each: roofline.vector(self._base(each), lines.parts, lines.at(each)) for each in (*rows, tp)}
         whole = _Roofline(0, lines.parts, lines.level, {}, vectors)
         return hybrid(vectors[tp], tp, *[whole.residuals(rows, phase) for phase in PHASES])
 
@@ -331,9 +343,9 @@ class _Fitter:
             fixed[place] = value
         predicted_s = np.full(len(degree.rows), np.nan)
         for held in _folds(degree.rows):
-            p = linear.fit(degree.rows.where(~held), fixed)
+            p = linear.fit(degree.rows.where(~held), fixed, degree.prefix)
             predicted_s[held] = predict(p, degree.rows.shapes[held])
-        return _Candidate("linear", linear.fit(degree.rows, fixed), _checks(degree.rows, predicted_s))
+        return _Candidate("linear", linear.fit(degree.rows, fixed, degree.prefix), _checks(degree.rows, predicted_s))
 
     def _hybrid(self, degree: _Degree, whole: _Roofline, held_out: dict[tuple[int, bool], Checks]) -> _Candidate:
         """Return the roofline, with residuals in each phase where they predict better."""
@@ -371,7 +383,7 @@ class _Fitter:
 
     def _together(self, rows: dict[int, Settings], knee: int, start: _Roofline | None = None) -> _Roofline:
         """Return the rooflines of `rows`: first what all degrees share, then each its own."""
-        bases = {tp: self.at.typical(tp) for tp in rows}
+        bases = {tp: self._base(tp) for tp in rows}
         if knee:
             bases = {tp: roofline.with_knee(base, knee) for tp, base in bases.items()}
         told = {tp: self.degrees[tp].parts(knee > 0) for tp in rows}

@@ -7,7 +7,7 @@ family is a number in `p[FAMILY]` and a law below. To add one: a constant, a law
 The shape of an iteration is five sums over its requests (n new tokens and k cached tokens of each):
     prefills    requests that prefill                decodes   requests that decode one token each
     tokens      sum of n                             context   sum of the decoding requests' KV tokens
-    attended    sum of n^2 + 2 n k   (twice the query-key pairs of causal attention)
+    attended    sum of n^2 + 2 (n + r) k   (twice the query-key pairs of causal attention; r: see `PREFIX`)
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ SIZE = 20
 """Numbers of a law before its grids."""
 SLOWER = 17, 18
 """Of any law: by which share steps with prefill, and decode-only steps, take longer (to ask what an error would do)."""
+PREFIX = 16
+"""Of any law: r, how many queries of attention take as long as reading a cached token back. What a prompt finds cached
+has to be read, however few tokens it adds. Whoever makes the sums adds it (`attended`): one sum serves both."""
 LONG, SHORT = 14, 10
 """Nodes of a residual grid: 2^4 to 2^17 tokens, 2^0 to 2^9 requests."""
 FIRST_LONG = 4
@@ -281,6 +284,7 @@ def iteration_s(p, prefills, tokens, attended, decodes, context):
 
 @compiled
 def iterations_s(p, shapes, out):
-    """Fill `out` with the time [s] of each row of `shapes`, whose columns are the five sums: for fits."""
+    """Fill `out` with the time [s] of each row of `shapes`, whose columns are the sums of `BatchShape`: for fits."""
     for i in range(shapes.shape[0]):
-        out[i] = iteration_s(p, shapes[i, 0], shapes[i, 1], shapes[i, 2], shapes[i, 3], shapes[i, 4])
+        attended = shapes[i, 2] + 2.0 * p[PREFIX] * shapes[i, 5]
+        out[i] = iteration_s(p, shapes[i, 0], shapes[i, 1], attended, shapes[i, 3], shapes[i, 4])

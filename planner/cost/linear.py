@@ -11,11 +11,13 @@ from planner.specs.profile import Coefficients, DecodeFit
 
 PREFILL, DECODE = slice(1, 4), slice(4, 7)
 _LEAST_S = 1e-6
+_LEAST_SHARE = 1e-9
+"""Attention, where it would be nothing, as a share of reading a token: the one is counted in units of the other."""
 
 
-def fit(rows: Settings, fixed: np.ndarray) -> np.ndarray:
+def fit(rows: Settings, fixed: np.ndarray, prefix: bool = False) -> np.ndarray:
     """Return the LINEAR vector that predicts `rows` best. `fixed` holds a value for each known term, else
-    NaN.
+    NaN. `prefix`: whether the rows tell what reading a cached prefix back takes; else it is nothing.
 
     Rows are scaled by 1 / t, which minimises relative error as DistServe's own estimator does; unlike there
     no coefficient may be negative, for a batch that costs less than its part would mislead a search.
@@ -23,7 +25,13 @@ def fit(rows: Settings, fixed: np.ndarray) -> np.ndarray:
     p = np.zeros(kernel.SIZE)
     p[kernel.FAMILY], p[10] = kernel.LINEAR, np.inf
     prefill, decode = rows.where(~rows.decode), rows.where(rows.decode)
-    p[PREFILL] = _solve(prefill, prefill.shapes[:, 1:3], fixed[PREFILL])
+    if prefix:
+        columns = np.c_[prefill.shapes[:, 1:3], 2.0 * prefill.shapes[:, 5]]
+        *p[PREFILL], read_s = _solve(prefill, columns, np.append(fixed[PREFILL], np.nan))
+        p[3] = max(p[3], _LEAST_SHARE * read_s)
+        p[kernel.PREFIX] = read_s / p[3] if read_s > 0.0 else 0.0
+    else:
+        p[PREFILL] = _solve(prefill, prefill.shapes[:, 1:3], fixed[PREFILL])
     p[DECODE] = _solve(decode, decode.shapes[:, 3:5], fixed[DECODE])
     p[7:10] = p[DECODE]
     return p

@@ -25,8 +25,8 @@ def mixed_error(cost: CostModel, profile: Profile) -> MixedError | None:
     repeats: dict[BatchShape, list[float]] = {}
     for tp, pp, prefills, new, cached, decodes, context, time_s in profile.mixed.rows if profile.mixed else ():
         if (tp, pp) == (cost.layout.tp, cost.layout.pp):
-            attended = float(new) ** 2 + 2.0 * new * cached
-            shape = BatchShape(prefills, prefills * new, prefills * attended, decodes, decodes * context)
+            alone = BatchShape.prefill(new, prefills, cached)
+            shape = alone._replace(decodes=decodes, context=decodes * context)
             repeats.setdefault(shape, []).append(time_s)
     if not repeats:
         return None

@@ -122,6 +122,11 @@ def typical(model: ModelSpec, gpu: Gpu, tp: int) -> np.ndarray:
     return p
 
 
+def prefix_queries(p: np.ndarray) -> float:
+    """Return how many queries of attention take as long as reading one cached token back, under a ROOFLINE vector."""
+    return float(p[10] / (2.0 * p[5]))
+
+
 def _kernels(model: ModelSpec) -> int:
     mixtures = sum(model.moe.covers(layer) for layer in range(model.layers)) if model.moe else 0
     return KERNELS_PER_LAYER * (model.layers - mixtures) + KERNELS_PER_MIXTURE * mixtures

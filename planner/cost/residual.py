@@ -68,7 +68,7 @@ def hybrid(p: np.ndarray, tp: int, prefill: Residuals | None, decode: Residuals 
 
 
 def _places(rows: Settings, tp: int) -> np.ndarray:
-    prefills, tokens, _, decodes, context = rows.shapes.T
+    prefills, tokens, _, decodes, context, _ = rows.shapes.T
     long = np.where(rows.decode, context / np.maximum(decodes, 1), tokens)
     ranks = np.full(len(rows), float(tp))
     return np.log2(np.maximum(np.c_[long, np.maximum(prefills, decodes), ranks], 1.0))
@@ -148,8 +148,8 @@ def _shapes(each: np.ndarray, requests: np.ndarray, attending: np.ndarray, decod
     """Return the shapes of `requests` equal requests with `each` tokens; prompts attend as if of `attending` tokens."""
     none = np.zeros_like(each)
     if decoding:
-        return np.c_[none, none, none, requests, requests * each]
-    return np.c_[requests, requests * each, requests * attending**2, none, none]
+        return np.c_[none, none, none, requests, requests * each, none]
+    return np.c_[requests, requests * each, requests * attending**2, none, none, none]
 
 
 def predict(p: np.ndarray, shapes: np.ndarray) -> np.ndarray:

@@ -36,6 +36,7 @@ PARTS: dict[str, Part] = {
     "sharpness": Part((3,), 0.5, 2.0, 0.05),
     "prefill tokens": Part((4,), 0.65, 20.0),
     "prefill attention": Part((5,), 0.4, 20.0),
+    "prefix read": Part((kernel.PREFIX,), 0.01, 100.0),
     "decode batch": Part((6,), 0.01, 100.0, 0.01),
     "weight streaming": Part((7, 8), 0.8, 3.0, 0.1),
     "decode KV read": Part((10,), 0.6, 20.0),
@@ -47,7 +48,7 @@ OWN = 0.05
 """How strongly a degree is pulled to what all degrees of a profile share; 0.05 weighs a factor of e like one setting
 that is 5 % off. Chosen among 0.02, 0.05 and 0.1 on Splitwise's table, where it hardly matters."""
 
-_EVEN = ("sharpness", "prefill attention", "weight streaming", "decode KV read")
+_EVEN = ("sharpness", "prefill attention", "prefix read", "weight streaming", "decode KV read")
 """Level over the ranks: heads and weights are cut evenly, and a part of them that was not would be no different from
 overhead (with it free, A100's multiplier of weight streaming came to 1.6, and other models to twice their time)."""
 _LEVEL = 0.02

@@ -22,7 +22,7 @@ class Settings:
     """Rows of one layout. `weight` gives every setting the same total, however many rows it has."""
 
     shapes: np.ndarray
-    """(rows, 5): prefills, tokens, attended, decodes, context."""
+    """(rows, 6): prefills, tokens, attended, decodes, context, prefix."""
     time_s: np.ndarray
     group: np.ndarray
     """Which setting each row belongs to; prefill and decode never share one."""
@@ -65,7 +65,7 @@ def gather(samples: Iterable[Sample]) -> Settings:
     settings = {setting: index for index, setting in enumerate(sorted({key[0] for key in keys}))}
     group = np.array([settings[key[0]] for key in keys], dtype=int)
     return Settings(
-        shapes=np.array([key[1] for key in keys], dtype=float).reshape(-1, 5),
+        shapes=np.array([key[1] for key in keys], dtype=float).reshape(-1, 6),
         time_s=np.array([np.median(repeats[key]) for key in keys]),
         group=group,
         decode=np.array([key[0][0] == 1 for key in keys], dtype=bool),
@@ -91,6 +91,12 @@ def _shape(sample: Sample) -> BatchShape:
     if sample.phase == "prefill":
         return BatchShape.prefill(sample.prompt_tokens, sample.batch, sample.cached_tokens)
     return BatchShape.decode(sample.batch, sample.batch * sample.context_tokens)
+
+
+def tells_prefix(rows: Settings) -> bool:
+    """Return True when prompts of different lengths stand behind cached tokens: else attention explains it all."""
+    behind = rows.where(rows.shapes[:, 5] > 0)
+    return _varies(behind.shapes[:, 1] / np.maximum(behind.shapes[:, 0], 1))
 
 
 def identifiable(rows: Settings) -> dict[str, str | None]:

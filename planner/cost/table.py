@@ -144,7 +144,7 @@ def _error(parameters: np.ndarray, rows: np.ndarray, held_out: np.ndarray) -> Te
     alone = parameters.copy()
     alone[kernel.SIZE : kernel.SIZE + int(alone[3] + alone[4])] = 0.0
     chunk, cached, decodes, context = rows[:, :4].T
-    shapes = np.column_stack([chunk > 0, chunk, chunk * (chunk + 2 * cached), decodes, decodes * context])
+    shapes = np.column_stack([chunk > 0, chunk, chunk * (chunk + 2 * cached), decodes, decodes * context, chunk * 0])
     out = np.empty(len(rows))
     kernel.iterations_s(alone, shapes, out)
     off = np.abs(out / rows[:, 4] - 1.0)

@@ -15,6 +15,7 @@ blocks and seats of those who finish are let go of when their step has ended.
 from __future__ import annotations
 
 from planner.compiled import inlined
+from planner.cost.kernel import PREFIX
 from planner.policies.decode import admits_whole, reusable_blocks
 from planner.policies.preempt import prefill_leaves_first
 from planner.policies.prefill import chunk_tokens
@@ -171,7 +172,7 @@ def _take_chunks(w, i, lane, now_s, preempted):
             break
         _take_new(w, i, blocks)
         it.chunk = chunk
-        attended += float(chunk) * chunk + 2.0 * chunk * it.prefilled
+        attended += float(chunk) * chunk + 2.0 * (chunk + w.law[i][PREFIX]) * it.prefilled
         prefills, tokens, budget = prefills + 1, tokens + chunk, budget - chunk
         r = it.after
     return prefills, tokens, attended

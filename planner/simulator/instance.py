@@ -7,7 +7,7 @@ nothing overtakes inside a pipeline, its whole passage is known when it enters (
 from __future__ import annotations
 
 from planner.compiled import inlined
-from planner.cost.kernel import iteration_s
+from planner.cost.kernel import PREFIX, iteration_s
 from planner.policies.decode import admits, blocks_for
 from planner.policies.prefill import joins_batch, joins_padded_batch
 from planner.simulator.clock import add_event
@@ -129,8 +129,8 @@ def pass_stages(w, i, now_s, whole_s, requests, tokens):
 def _pass_in_chunks(w, i, now_s, count, tokens, attended):
     """Send a prefill batch through the stages chunk by chunk (chunked pipeline parallelism, Mooncake, section 5.1).
 
-    A chunk attends to all before it, so its share of `attended` grows: exact for one prompt, and for several the same
-    in all. Return when the batch starts, clears stage 0, and ends.
+    A chunk attends to all before it, so its share of `attended` grows, and it reads back what its prompt has cached.
+    Exact for one prompt, and for several the same in all. Return when the batch starts, clears stage 0, and ends.
     """
     me = w.instance[i]
     start_s = max(now_s, w.stage[i, 0].free_s)
@@ -139,7 +139,8 @@ def _pass_in_chunks(w, i, now_s, count, tokens, attended):
         size = min(me.pipeline_tokens, tokens - done)
         upto = done + size
         share = (float(upto) * upto - float(done) * done) / (float(tokens) * tokens)
-        chunk_s = iteration_s(w.law[i], count if upto == tokens else 1, size, attended * share, 0, 0)
+        reads = 2.0 * w.law[i][PREFIX] * done / count
+        chunk_s = iteration_s(w.law[i], count if upto == tokens else 1, size, attended * share + reads, 0, 0)
         _, _, end_s = pass_stages(w, i, now_s, chunk_s, count, size)
         done = upto
     return start_s, w.stage[i, 0].free_s, end_s
