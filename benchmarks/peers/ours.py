@@ -43,8 +43,16 @@ def main() -> None:
 
     prefill = prefill_tokens_per_s(lambda prompt: serve([Request(prompt, 1)]))
     trace = trace_tokens_per_s(serve)
-    step_s, bytes_s = decode_step_s(engine), decode_bytes(engine) / read_bytes_per_s()
-    tell(prefill=prefill, trace=trace, step_s=step_s, bytes_s=bytes_s)
+    weights, kv_values = decode_values(engine)
+    size, rate = getattr(torch, asked.dtype).itemsize, read_bytes_per_s()
+    products_s = 2 * MAX_RUNNING * weights / product_flop_per_s(getattr(torch, asked.dtype))
+    tell(
+        prefill=prefill,
+        trace=trace,
+        step_s=decode_step_s(engine),
+        bytes_s=size * (weights + kv_values) / rate,
+        least_s=max(products_s, size * weights / rate) + size * kv_values / rate,
+    )
 
 
 def decode_step_s(engine: Engine) -> float:
@@ -62,14 +70,14 @@ def decode_step_s(engine: Engine) -> float:
     return statistics.median(times[1:])  # the first one holds the last prompt
 
 
-def decode_bytes(engine: Engine) -> int:
-    """Return what such a step reads: each weight once (an embedding only as the head), and the KV of all tokens."""
-    config, size = engine.config, getattr(torch, engine.settings.dtype).itemsize
+def decode_values(engine: Engine) -> tuple[int, int]:
+    """Return how many weights a step reads, each once (an embedding only as the head), and how many numbers of KV."""
+    config = engine.config
     shapes = dict(tensor_shapes(config))
     if not config.tied_embeddings:
         del shapes["model.embed_tokens.weight"]
     weights = sum(torch.Size(shape).numel() for shape in shapes.values())
-    return size * (weights + MAX_RUNNING * CONTEXT * config.layers * config.kv_values_per_token)
+    return weights, MAX_RUNNING * CONTEXT * config.layers * config.kv_values_per_token
 
 
 def read_bytes_per_s() -> float:
@@ -81,6 +89,17 @@ def read_bytes_per_s() -> float:
         data.sum()
         times.append(time.perf_counter() - start)
     return data.nbytes / min(times)
+
+
+def product_flop_per_s(dtype: torch.dtype) -> float:
+    """Return the most of 9 products of large matrices: what the cores can do where memory does not matter."""
+    a, b = torch.randn(2, 2048, 2048).to(dtype)
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(times)
 
 
 if __name__ == "__main__":
