@@ -26,6 +26,7 @@ from runtime.model_files import LoadFormat, open_model, torch_dtype
 from runtime.near import cores_near
 from runtime.settings import EngineSettings
 from runtime.shard import Shard, stages
+from runtime.shared_sum import SharedSum, available
 from runtime.step import Step, StepOutput
 from runtime.transfer.base import Source
 from runtime.transfer.pull import Pull
@@ -182,7 +183,8 @@ class _Stage:
         stage, tp_rank = divmod(rank, settings.tp)
         layers = stages(files.config, settings.pp, settings.stage_layers)[stage]
         group = groups[stage] if settings.tp > 1 else None
-        shard = Shard(layers, files.config.layers, settings.tp, tp_rank, group, rank)
+        shared = SharedSum(group) if group is not None and device.type == "cpu" and available() else None
+        shard = Shard(layers, files.config.layers, settings.tp, tp_rank, group, rank, shared)
         self.worker = Worker(files.config, files.weights, shard, settings, device)
         self._before, self._after = rank - settings.tp, rank + settings.tp
         self._tells = shard.last and tp_rank == 0

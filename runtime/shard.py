@@ -16,6 +16,7 @@ import torch.distributed as dist
 from planner.errors import InputError
 from planner.specs.layout import split_layers
 from runtime.model_config import ModelConfig
+from runtime.shared_sum import MOST_BYTES, SharedSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Shard:
     """The process group of the stage's ranks; None when there is one."""
     rank: int = 0
     """Among all ranks of the instance."""
+    shared: SharedSum | None = None
+    """Adds up small results faster than the group does, where it can."""
 
     @property
     def first(self) -> bool:
@@ -60,6 +63,8 @@ class Shard:
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' `partial` results, made in place."""
+        if self.shared is not None and partial.nbytes <= MOST_BYTES:
+            return self.shared(partial)
         if self.group is not None:
             dist.all_reduce(partial, group=self.group)
         return partial
