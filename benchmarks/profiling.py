@@ -6,6 +6,7 @@ python -m benchmarks.profiling [MINUTES]     ten in all by default; wants an idl
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ LIKE_SMOLLM2 = {
 
 def main() -> None:
     """Run both profiles and print what they are worth."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "active")  # nobody else wants the cores; read when torch is loaded
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 10.0
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "like-smollm2" / "config.json"
