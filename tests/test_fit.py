@@ -139,7 +139,7 @@ def test_a_knee_is_found_where_it_is():
 
 @pytest.mark.parametrize("law", [linear_law(), roofline_law()], ids=["linear", "roofline"])
 def test_what_reading_a_prefix_back_takes_is_told_from_attention(law):
-    """40 queries' worth: without a term of its own, 16 tokens behind 4,096 would be priced at a third less or so."""
+    """40 queries' worth, told by prompts of different lengths behind cached tokens."""
     reading = replace(law, parameters=law.parameters.copy())
     reading.parameters[kernel.PREFIX] = 40.0
     behind = [

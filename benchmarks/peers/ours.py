@@ -6,6 +6,7 @@ import runtime  # isort: skip  # noqa: F401 - says how OpenMP waits, before torc
 
 import statistics
 import time
+import timeit
 
 import torch
 
@@ -83,23 +84,13 @@ def decode_values(engine: Engine) -> tuple[int, int]:
 def read_bytes_per_s() -> float:
     """Return the most of 9 readings of a buffer that no cache holds, by as many threads as the engine has."""
     data = torch.ones(1 << 27)  # not zeros: pages that nobody has written are all one page, which stays in the cache
-    times = []
-    for _ in range(9):
-        start = time.perf_counter()
-        data.sum()
-        times.append(time.perf_counter() - start)
-    return data.nbytes / min(times)
+    return data.nbytes / min(timeit.repeat(data.sum, number=1, repeat=9))
 
 
 def product_flop_per_s(dtype: torch.dtype) -> float:
     """Return the most of 9 products of large matrices: what the cores can do where memory does not matter."""
     a, b = torch.randn(2, 2048, 2048).to(dtype)
-    times = []
-    for _ in range(9):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        times.append(time.perf_counter() - start)
-    return 2 * 2048**3 / min(times)
+    return 2 * 2048**3 / min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=9))
 
 
 if __name__ == "__main__":
